@@ -7,7 +7,7 @@ in runs of a few steps, because the speed of a shared machine varies. `measure` 
 measured time is within 5 % of the best. A job whose best and worst place do not differ by 15 % beyond their quartiles
 shows nothing, and a reserve replaces it.
 
-    python benchmarks/placement.py measure FOLDER [JOB ...]   # on a machine with two quiet cores; 40 s a job
+    python benchmarks/placement.py measure FOLDER [JOB ...]   # on a machine with two quiet cores; a minute a job
     python benchmarks/placement.py score FOLDER
 """
 
@@ -39,7 +39,7 @@ from flowrl.run.training.job import Job
 
 RESULTS = Path(__file__).parent / "placed" / "places.json"
 RUNS, STEPS = 5, 4
-SOURCE_STEPS = 6
+SOURCE_STEPS = 10
 RIGHT, APART, COUNTED = 1.05, 1.15, 12
 PLACES = {"one process": (None, 1, 0), "two ranks": (Colocate(gpus=2, deadline=30), 2, 0)} | {
     "split" + f", lag {lag}" * bool(lag): (Split(train=1, rollout=1, deadline=30), 1, lag) for lag in (0, 1)
@@ -112,9 +112,9 @@ def measure(base: Path, name: str, case: Case) -> dict[str, Any]:
     train, held = write_dataset(base / "data")
     data = PromptData(str(train))
     jobs = {where: case.job(model, where) for where in PLACES if name in MACHINE or where != "split"}
-    with alone():
-        source(base, name, "one process", jobs["one process"], case, data, few_held_out(held, case))
     with opened(jobs, data) as steps:
+        with alone():  # here, since Ray takes its part of the machine from now on
+            source(base, name, "one process", jobs["one process"], case, data, few_held_out(held, case))
         runs = interleaved(steps, case.prompts, RUNS, STEPS)
         for where, one in steps.items():
             one.steps.timeline.save(base / "runs" / name / f"{where}.json")

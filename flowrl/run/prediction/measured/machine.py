@@ -1,7 +1,8 @@
 """`Machine`: what places cost on a machine, so that costs of one process predict a step at other places.
 
-It is measured by runs of a job in one process and at other places. A process computes as long as in one process, times
-`contention` while another computes; ranks of one model, syncs, turns and calls take as long as they took there.
+It is measured by runs of a job in one process and at other places. A node in a process of Ray takes some time more than
+in one process, times `contention` while another process computes; ranks of one model, syncs, turns and calls take what
+they took there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Machine:
 
     Args:
         contention: how many times as long a process takes while another one computes, too.
-        hosted: by kind of node, how many times as long it takes in a process of Ray as in one process.
+        hosted: by kind of node, seconds by which it takes longer in a process of Ray than in one process.
         call: seconds by which a node starts later on Ray, and those by which one without an engine takes longer.
         between: seconds of a step in which no node runs.
         turns: seconds of ``"sleep"`` and ``"wake"``.
@@ -113,7 +114,7 @@ class Machine:
             return {1: Cost(fixed=self.sync.seconds(weights))}
         if work.kind == "other":
             return {1: cost.plus(fixed=self.call[1])}
-        alone = cost.times(self.hosted.get(work.kind, 1.0))
+        alone = cost.plus(fixed=self.hosted.get(work.kind, 0.0))
         extra = self.ranks.get(work.kind, Line()).seconds(weights)
         return {1: alone, 2: alone.plus(update=extra) if work.kind == "update" else alone.plus(fixed=extra)}
 
@@ -151,17 +152,15 @@ def measured(found: Iterable[Elsewhere]) -> Machine:
         for what, nodes in waits.items():
             turns[what] += nodes.values()
     single = [one for one in seen if one.ranks == 1 and one.overlap < _ALONE]
-    ratios = {kind: [one.seconds / one.alone for one in single if one.kind == kind] for kind in _COMPUTING}
-    hosted = {kind: median(found) for kind, found in ratios.items() if found}
-    slower = [factor for one in seen if (factor := _contention(one, hosted)) is not None]
-    contention = max(1.0, median(slower)) if slower else 1.0
+    more = {kind: [one.seconds - one.alone for one in single if one.kind == kind] for kind in _COMPUTING}
+    hosted = {kind: max(median(found), 0.0) for kind, found in more.items() if found}
+    contention = _contention(seen, hosted)
     ranks: dict[Kind, Line] = {}
     for kind in ("score", "update"):
         pairs = [one for one in seen if one.ranks == 2 and one.kind == kind]
-        usual = hosted.get(kind, 1.0) * contention
-        ranks[kind] = Line.of(
-            _medians((one.weights, max(one.seconds - usual * one.alone, 0.0) / max(one.updates, 1)) for one in pairs)
-        )
+        usual = [contention * (one.alone + hosted.get(kind, 0.0)) for one in pairs]
+        waits = [(one, max(one.seconds - alone, 0.0)) for one, alone in zip(pairs, usual, strict=True)]
+        ranks[kind] = Line.of(_medians((one.weights, wait / max(one.updates, 1)) for one, wait in waits))
     others = [one.seconds - one.alone for one in seen if one.kind == "other"]
     return Machine(
         contention,
@@ -204,16 +203,16 @@ def _seen(spans: Sequence[Span], one: Elsewhere) -> list[_Seen]:
     return found
 
 
-def _contention(one: _Seen, hosted: Mapping[Kind, float]) -> float | None:
-    """How many times as long a node took while another process computed; None if too little of it did.
-
-    Of its seconds of work, those of the overlap took that many times as long.
-    """
-    if one.ranks != 1 or one.overlap < _OVERLAPPED or one.kind not in hosted:
-        return None
-    together = one.overlap * one.seconds
-    done = one.alone * hosted[one.kind] - (one.seconds - together)
-    return together / done if done > 0 else None
+def _contention(seen: Iterable[_Seen], hosted: Mapping[Kind, float]) -> float:
+    """How many times as long nodes took while another process computed: the seconds in which both did, in those that
+    the same work takes alone."""
+    together = done = 0.0
+    for one in seen:
+        if one.ranks == 1 and one.overlap >= _OVERLAPPED and one.kind in hosted:
+            overlapped = one.overlap * one.seconds
+            together += overlapped
+            done += one.alone + hosted[one.kind] - (one.seconds - overlapped)
+    return max(1.0, together / done) if done > 0 else 1.0
 
 
 def _between(spans: Sequence[Span]) -> list[float]:
