@@ -173,7 +173,7 @@ $(ENGINES)/.installed: $(ENGINES)/.packages
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
 	$(ENGINES)/bin/python -m pip install -qq --no-compile --constraint engines-constraints.txt --no-build-isolation \
-		--editable '.[ray,lora]' $(ENGINES_PACKAGES)
+		--editable '.[ray,lora,megatron]' $(ENGINES_PACKAGES)
 	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install -qq --no-compile --constraint engines-constraints.txt --no-deps $(ENGINES_ALONE)
 	@$(ENGINES)/bin/python -m compileall -qq -j 2 $(ENGINES)/lib || true
