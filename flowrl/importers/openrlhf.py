@@ -53,8 +53,7 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     """Backends by role, and the place."""
     get = settings.get
     model = settings.known_name("actor.model_name_or_path")
-    machines = int(get("actor.num_nodes"))
-    gpus = int(get("actor.num_gpus_per_node")) * machines
+    gpus = int(get("actor.num_gpus_per_node")) * (machines := int(get("actor.num_nodes")))
     tensor = int(get("vllm.tensor_parallel_size"))
     engines = int(get("vllm.num_engines") or max(1, gpus // tensor))
     ranks = {"ranks": gpus} if gpus > 1 else {}
