@@ -35,6 +35,8 @@ RUNS_TESTS       = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
 RAY_TESTS        = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
 ENGINES_TESTS   := tests/engines tests/backends tests/docs/test_tutorial.py
 
+NEED_ARGUMENTS  := $(addprefix benchmarks/,importer_keys.py importer_numbers.py peer_numbers.py rewards.py)
+
 # Two processes run the tests, so each uses one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -96,10 +98,11 @@ check: $(READY)  ## Lint, check formatting, type-check in strict mode, and test 
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet $(TWO_PROCESSES) tests/repository
 
-bench: $(READY)  ## Run the benchmarks
-	@for script in $(sort $(wildcard benchmarks/*.py)); do \
+bench: $(READY)  ## Run the benchmarks, except those that need a folder or a package of another framework
+	@for script in $(filter-out $(NEED_ARGUMENTS),$(sort $(wildcard benchmarks/*.py))); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
+	@echo "== Not run, because they need arguments (--help prints which): $(NEED_ARGUMENTS)"
 
 race: $(READY) $(RACE_READY)  ## Compare speed with TRL (per step) and verl (per function); sets both up in separate environments
 	$(BIN)/python benchmarks/race $(RACE)/bin/python
@@ -170,7 +173,7 @@ $(ENGINES)/.installed: $(ENGINES)/.packages
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
 	$(ENGINES)/bin/python -m pip install -qq --no-compile --constraint engines-constraints.txt --no-build-isolation \
-		--editable '.[ray,lora]' $(ENGINES_PACKAGES)
+		--editable '.[ray,lora,megatron]' $(ENGINES_PACKAGES)
 	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install -qq --no-compile --constraint engines-constraints.txt --no-deps $(ENGINES_ALONE)
 	@$(ENGINES)/bin/python -m compileall -qq -j 2 $(ENGINES)/lib || true

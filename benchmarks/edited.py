@@ -3,14 +3,15 @@
 Every base runs in one process for some steps, with a validation of fewer rows, and so does every edit of it. The edits
 of `TUNED` were looked at while the model was written; those of `HELD_OUT` were fixed before it, and only score it.
 
-    python benchmarks/edited.py measure FOLDER   # on a quiet core, five minutes
-    python benchmarks/edited.py score FOLDER
+    python benchmarks/edited.py                            # measure and score; on a quiet core, five minutes
+    python benchmarks/edited.py {measure,score} [FOLDER]   # one of both; FOLDER is build/edited by default
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -136,6 +137,7 @@ def run(base: Path, folder: Path, case: Plain, measured: bool) -> float:
     """The median seconds of a step; with a validation of fewer rows if its costs are used."""
     model = write_model(base / "models" / f"{case.layers}-{case.width}", case.layers, case.width)
     train, held = write_dataset(base / "data")
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier measurement
     training = Training(
         case.job(model, "one process"),
         PromptData(str(train)),
@@ -184,11 +186,15 @@ def score(base: Path) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("measure", "score"), help="default: both")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("build/edited"), help="default: %(default)s")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    if sys.argv[1] == "measure":
+    if given.part != "score":
         time.time = time.perf_counter = time.process_time  # other processes of the machine do not count
         with alone():
-            measure(Path(sys.argv[2]))
-    else:
-        score(Path(sys.argv[2]))
+            measure(given.folder)
+    if given.part != "measure":
+        score(given.folder)

@@ -10,6 +10,7 @@ relative to the peer's largest value, and exits with 1 if one is above 1e-5.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -139,7 +140,9 @@ def compare(framework: str, peer: Callable[[Imported, Mapping[str, Any]], dict[s
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=("verl", "openrlhf"))
+    chosen = parser.parse_args().peer
     if chosen == "verl":
         from importer_peers import verl as peer
     else:

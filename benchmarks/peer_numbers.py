@@ -11,6 +11,7 @@ by `race/verl.txt` and TRL with accelerate and datasets by `race/requirements.tx
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import defaultdict
@@ -280,4 +281,8 @@ PEERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {"verl": ve
 
 
 if __name__ == "__main__":
-    (record if sys.argv[2:] == ["record"] else compare)(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=("verl", "trl"))
+    parser.add_argument("record", nargs="?", choices=("record",), help="write the file of the tests")
+    given = parser.parse_args()
+    (record if given.record else compare)(given.peer)

@@ -7,14 +7,16 @@ in runs of a few steps, because the speed of a shared machine varies. `measure` 
 measured time is within 5 % of the best. A job whose best and worst place do not differ by 15 % beyond their quartiles
 shows nothing, and a reserve replaces it.
 
-    python benchmarks/placement.py measure FOLDER [JOB ...]   # on a machine with two quiet cores; a minute a job
-    python benchmarks/placement.py score FOLDER
+    python benchmarks/placement.py                            # measure and score; on two quiet cores, a minute a job
+    python benchmarks/placement.py measure [FOLDER [JOB ...]]   # FOLDER is build/placement by default
+    python benchmarks/placement.py score [FOLDER]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +135,7 @@ def few_held_out(held: Path, case: Case) -> Validation:
 def source(base: Path, name: str, where: str, job: Job[Any], case: Case, data: PromptData, check: Validation) -> None:
     """Run a short training, which a user would have."""
     folder = str(base / "runs" / name / where)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier measurement
     Training(
         job,
         data,
@@ -186,11 +189,8 @@ def score(base: Path) -> None:
     table(title, ["", *(where for where in PLACES if where != "split"), "chosen", ""], lines)
 
 
-def main(what: str, folder: str, *chosen: str) -> None:
-    """Measure jobs, and add them to the results; or score."""
-    base = Path(folder)
-    if what == "score":
-        return score(base)
+def measure_all(base: Path, chosen: Iterable[str]) -> None:
+    """Measure jobs, and add them to the results."""
     for name in chosen or [*MACHINE, *CASES]:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         known[name] = measure(base, name, {**MACHINE, **CASES}[name])
@@ -199,6 +199,14 @@ def main(what: str, folder: str, *chosen: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("measure", "score"), help="default: both")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("build/placement"), help="default: %(default)s")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="jobs to measure (default: all)")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    main(*sys.argv[1:])
+    if given.part != "score":
+        measure_all(given.folder, given.jobs)
+    if given.part != "measure":
+        score(given.folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowrl.lazy import lazy
+from flowrl.lazy import hide_warnings_of_torchao, lazy
 
 if TYPE_CHECKING:
     from flowrl.auditing.audit import audit
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from flowrl.spec import Spec
 
 __version__ = "0.1.0"
+
+hide_warnings_of_torchao()
 
 __all__ = [
     "INJECTED",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -43,3 +44,16 @@ def package(name: str, extra: str) -> ModuleType:
             package=name,
             extra=extra,
         ) from error
+
+
+def hide_warnings_of_torchao() -> None:
+    """Hide what torchao logs when transformers imports it, whether or not it is used: kernels that it cannot load on
+    this machine, none of which flowrl calls, and torch's warning about enums of torchao."""
+
+    def shows(record: logging.LogRecord) -> bool:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        enum = any(getattr(one, "__module__", "").startswith("torchao.") for one in arguments)
+        return not (enum or str(record.msg).startswith("Failed to load "))
+
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(shows)

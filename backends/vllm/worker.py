@@ -223,4 +223,4 @@ class Sender:
 
 
 def _group(store: Any, rank: int, size: int) -> TransferGroup:
-    return TransferGroup(store, "weights", rank, size, ADDRESS, PATIENCE)
+    return TransferGroup(store, "The process that started vLLM", rank, size, ADDRESS, PATIENCE)

@@ -62,17 +62,18 @@ def flags(words: Sequence[Word]) -> dict[str, Setting]:
     return found
 
 
-def processes(words: Sequence[Word]) -> str | None:
-    """How many processes a launcher starts on all nodes, "" if it does not say; None for words without a launcher."""
-    given = {name.replace("-", "_"): setting.value for name, setting in flags(words).items()}
+def launched(words: Sequence[Word], own: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The ``machines`` of a launcher, and the ``processes`` that it starts on all of them, "" if it does not say; none
+    of both for words without a launcher. `own` are flags that the training takes for its launcher."""
+    given = {**(own or {}), **{name.replace("-", "_"): setting.value for name, setting in flags(words).items()}}
     config = Path(str(given.get("config_file", "")))
     if config.is_file():  # of accelerate
         given = {**{setting.key: setting.value for setting in of_file(config)}, **given}
-    if count := _number(given, "num_processes"):
-        return str(count)
-    if each := _number(given, "nproc_per_node", "num_gpus"):
-        return str(each * (_number(given, "nnodes", "num_nodes") or 1))
-    return "" if {Path(word.text).name for word in words} & _LAUNCHERS else None
+    machines = _number(given, "nnodes", "num_nodes", "num_machines") or 1
+    count = _number(given, "num_processes") or machines * _number(given, "nproc_per_node", "num_gpus")
+    if not count and not {Path(word.text).name for word in words} & _LAUNCHERS:
+        return {}
+    return {"processes": str(count or ""), "machines": str(machines)}
 
 
 def _number(given: Mapping[str, Any], *names: str) -> int:

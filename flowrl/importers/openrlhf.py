@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.importers.hydra import flags, processes
+from flowrl.importers.hydra import flags, launched
 from flowrl.importers.openrlhf_graph import graph_of
-from flowrl.importers.plan import GraphPlan, Imported, call
+from flowrl.importers.plan import GraphPlan, Imported, across, call
 from flowrl.importers.settings import Setting, Settings, Table, is_file
 from flowrl.importers.words import Word
 
@@ -24,8 +24,7 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     at = next((index for index, name in enumerate(names) if name in _COMMANDS), None)
     if at is None:
         return None
-    count = processes(words[:at])
-    return names[at], flags(words[at + 1 :]), {} if count is None else {"processes": count}
+    return names[at], flags(words[at + 1 :]), launched(words[:at])
 
 
 def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapping[str, str]) -> Imported:
@@ -33,7 +32,7 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
     settings = Settings(given, Table.of("openrlhf", part))
     if part == "train_ppo_ray":
         return _ppo(settings, title)
-    return _supervised(settings, part, title, settings.gpus(launcher, "set ranks= and place= in the file for more"))
+    return _supervised(settings, part, title, launcher)
 
 
 def _ppo(settings: Settings, title: str) -> Imported:
@@ -54,7 +53,7 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     """Backends by role, and the place."""
     get = settings.get
     model = settings.known_name("actor.model_name_or_path")
-    gpus = int(get("actor.num_nodes")) * int(get("actor.num_gpus_per_node"))
+    gpus = int(get("actor.num_gpus_per_node")) * (machines := int(get("actor.num_nodes")))
     tensor = int(get("vllm.tensor_parallel_size"))
     engines = int(get("vllm.num_engines") or max(1, gpus // tensor))
     ranks = {"ranks": gpus} if gpus > 1 else {}
@@ -97,9 +96,9 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
         what = "the critic's values are not" if "reward_model" in roles else "scores of a function are not, nor values"
         settings.differ("reward.normalize_enable", f"{what} normalized by the mean and std of the reward model")
     if not get("train.colocate_all"):
-        bind["place"] = call("Split", train=gpus, rollout=engines * tensor)
+        bind["place"] = call("Split", train=gpus, rollout=engines * tensor, **across(machines, gpus))
     elif gpus > 1:
-        bind["place"] = call("Colocate", gpus=gpus)
+        bind["place"] = call("Colocate", gpus=gpus, **across(machines, gpus))
     return bind
 
 
@@ -121,15 +120,16 @@ def _validation(settings: Settings, graph: GraphPlan, columns: Mapping[str, Any]
     )
 
 
-def _supervised(settings: Settings, part: str, title: str, gpus: int) -> Imported:
+def _supervised(settings: Settings, part: str, title: str, launcher: Mapping[str, str]) -> Imported:
     """SFT and DPO."""
     get = settings.get
+    gpus = settings.gpus(launcher, "set ranks= and place= in the file for more")
     model = settings.known_name("model.model_name_or_path")
     lora = _lora(settings)
     ranks = {"ranks": gpus} if gpus > 1 else {}
     bind = {"actor": _trainer(settings, "TorchTrainer", model, "", ranks, lora)}
     if gpus > 1:
-        bind["place"] = call("Colocate", gpus=gpus)
+        bind["place"] = call("Colocate", gpus=gpus, **across(int(launcher["machines"]), gpus))
     training = _training(settings)
     if get("eval.steps") not in (-1, None) and get("eval.dataset"):
         settings.refuse("eval.dataset", "a loss on held-out rows is not written; pass validation= to `Training`")

@@ -11,6 +11,11 @@ from flowrl.importers.writer import Call, Function, Name, Program, call, is_publ
 from flowrl.spec import Spec, parameters
 
 
+def across(machines: int, gpus: int) -> dict[str, Any]:
+    """The options of a place whose `gpus` are equally many on each of several machines, which have joined Ray."""
+    return {"per_machine": gpus // machines, "address": "auto"} if machines > 1 else {}
+
+
 def _changes(path: str, now: Any, wanted: Any) -> dict[str, Any]:
     """What to set so that the value at a path is the wanted one: single parameters, if its class is the same."""
     value = value_of(wanted)
@@ -131,4 +136,4 @@ class Imported:
         return Program(self.title, head, edit, self.bind, self.training, self.functions, self.imports)
 
 
-__all__ = ["Call", "Function", "GraphPlan", "Imported", "Name", "call", "value_of"]
+__all__ = ["Call", "Function", "GraphPlan", "Imported", "Name", "across", "call", "value_of"]

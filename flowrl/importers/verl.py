@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.errors import ImporterError
 from flowrl.importers import hydra
-from flowrl.importers.plan import GraphPlan, Imported, Name, call
+from flowrl.importers.plan import GraphPlan, Imported, Name, across, call
 from flowrl.importers.settings import Setting, Settings, Table
 from flowrl.importers.verl_distill import distillation_of
 from flowrl.importers.verl_graph import ACTOR, ROLLOUT, graph_of
@@ -34,8 +34,7 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
     )
     if at is None:
         return None
-    count = hydra.processes(words[:at])
-    launcher = {} if count is None else {"processes": count}
+    launcher = hydra.launched(words[:at])
     settings: dict[str, Setting] = {}
     rest = list(words[at + 1 :])
     for index, word in enumerate(rest):
@@ -139,7 +138,8 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     """Backends by role, and the place."""
     get = settings.get
     model = settings.known_name(f"{MODEL}path")
-    gpus = int(get("trainer.n_gpus_per_node")) * int(get("trainer.nnodes"))
+    machines = int(get("trainer.nnodes"))
+    gpus = int(get("trainer.n_gpus_per_node")) * machines
     ranks = {"ranks": gpus} if gpus > 1 else {}
     lora = _lora(settings, MODEL)
     bind: dict[str, Any] = {"actor": _trainer(settings, "TorchTrainer", model, f"{ACTOR}", ranks, lora)}
@@ -169,7 +169,7 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     if "reward_model" in graph.bound:
         bind["reward_model"].kwargs |= ranks
     if gpus > 1:
-        bind["place"] = call("Colocate", gpus=gpus)
+        bind["place"] = call("Colocate", gpus=gpus, **across(machines, gpus))
     return bind
 
 
@@ -429,7 +429,9 @@ def _sft(settings: Settings, title: str, launcher: Mapping[str, str]) -> Importe
     elif "data.val_files" in settings:
         get("data.val_files")
         settings.differ("data.val_files", "not read, because trainer.test_freq is -1")
-    bind = {"actor": actor, **({"place": call("Colocate", gpus=gpus)} if gpus > 1 else {})}
+    bind = {"actor": actor}
+    if gpus > 1:
+        bind["place"] = call("Colocate", gpus=gpus, **across(int(launcher["machines"]), gpus))
     return Imported(title, graph, bind, training, settings)
 
 

@@ -19,6 +19,9 @@ c10d: Any = dist  # whose annotations hide the stores and groups that it documen
 _CONNECTED = timedelta(seconds=30)
 
 
+"""The time that a rank has to connect to the store, and to the others of its group once all of them are there."""
+
+
 class Interrupted(SyncError):
     """The other side of a transfer ended, or does not respond; its own error may name the cause."""
 
@@ -28,19 +31,39 @@ class TransferGroup:
 
     Args:
         store: the rendezvous; see `connect`.
-        name: of the group; several groups may share a store.
+        sender: the name of rank 0, and of the group; several groups may share a store.
         rank: of this process in the group; rank 0 sends.
         host: of the store, at an address that all ranks can reach.
         timeout: seconds that a rank waits for the others.
+
+    Raises:
+        Interrupted: another rank was not there in time, or the store is closed.
+        SyncError: all ranks are there, but some do not reach each other.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, host: str, timeout: float) -> None:
-        self._timeout = timeout
-        options = c10d.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout)
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+    def __init__(self, store: Any, sender: str, rank: int, size: int, host: str, timeout: float) -> None:
+        self._timeout, patience = timeout, timedelta(seconds=timeout)
         with interrupting(timeout):
-            self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+            ready = c10d.PrefixStore(f"ready {sender}", store)
+            ready.set(str(rank), "")
+            ready.wait([str(other) for other in range(size)])
+        limit = min(patience, _CONNECTED)
+        try:
+            options = c10d.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+            self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(sender, store), rank, size, options)
+            self._group._set_default_timeout(patience)
+        except (OSError, RuntimeError) as error:
+            seconds, reason = limit.total_seconds(), _first_sentence(error)
+            raise SyncError(
+                f"{sender}, which sends weights, and the {size - 1} processes that receive them did not connect within "
+                f"{seconds:g} s ({reason}). Let their machines reach each other on all ports, and sync again.",
+                code="sync.not-connected",
+                sender=sender,
+                seconds=seconds,
+                reason=reason,
+            ) from error
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a CPU tensor from rank 0; the others receive into theirs."""
@@ -82,8 +105,9 @@ class TransferGroup:
 def connect(host: str, port: int, timeout: float) -> Any:
     """A client of the TCPStore at an address, which must exist already; otherwise the transfer is over."""
     patience = timedelta(seconds=timeout)
-    with interrupting(timeout):
-        store = c10d.TCPStore(host, port, None, False, timeout=min(patience, _CONNECTED))
+    limit = min(patience, _CONNECTED)
+    with interrupting(limit.total_seconds()):
+        store = c10d.TCPStore(host, port, None, False, timeout=limit)
         store.set_timeout(patience)
     return store
 
@@ -101,7 +125,7 @@ def interrupting(timeout: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]
+        reason = _first_sentence(error)
         raise Interrupted(
             f"The other side of the transfer has ended, or was silent for {timeout:g} s ({reason}). Check its log, and "
             f"sync again.",
@@ -109,6 +133,10 @@ def interrupting(timeout: float) -> Iterator[None]:
             timeout=timeout,
             reason=reason,
         ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]
 
 
 def _address_towards(host: str) -> str:

@@ -70,7 +70,7 @@ class Ticket:
         """
         store = connect(self.host, self.port, self.timeout)
         size = 1 + sum(sender in senders for senders in self.senders)
-        group = TransferGroup(store, f"gloo {sender}", rank, size, self.host, self.timeout)
+        group = TransferGroup(store, f"Rank {sender} of the trainer", rank, size, self.host, self.timeout)
         try:
             yield group, self._carrier(group, store, sender, rank, size)
         finally:

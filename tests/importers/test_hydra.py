@@ -51,19 +51,19 @@ def test_a_file_gives_dotted_keys_with_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("python3", None),
-        ("torchrun --nnodes=2 --nproc_per_node 4 -m", "8"),
-        ("torchrun --nproc-per-node=gpu", ""),
-        ("python3 -m torch.distributed.run --nproc_per_node 2", "2"),
-        ("deepspeed --num_gpus 4 --module", "4"),
-        ("accelerate launch --config_file zero3.yaml", "8"),
-        ("accelerate launch --config_file zero3.yaml --num_processes 2", "2"),
-        ("accelerate launch --config_file missing.yaml", ""),
+        ("python3", []),
+        ("torchrun --nnodes=2 --nproc_per_node 4 -m", ["8", "2"]),
+        ("torchrun --nproc-per-node=gpu", ["", "1"]),
+        ("python3 -m torch.distributed.run --nproc_per_node 2", ["2", "1"]),
+        ("deepspeed --num_nodes 3 --num_gpus 4 --module", ["12", "3"]),
+        ("accelerate launch --config_file zero3.yaml", ["8", "2"]),
+        ("accelerate launch --config_file zero3.yaml --num_processes 2 --num_machines 1", ["2", "1"]),
+        ("accelerate launch --config_file missing.yaml", ["", "1"]),
     ],
 )
-def test_processes_of_launchers(
-    command: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_and_machines_of_launchers(
+    command: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_machines: 1\nnum_processes: 8\n")
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\n")
     monkeypatch.chdir(tmp_path)
-    assert hydra.processes([Word(text) for text in command.split()]) == expected
+    assert [*hydra.launched([Word(text) for text in command.split()]).values()] == expected

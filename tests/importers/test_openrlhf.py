@@ -9,6 +9,7 @@ import pytest
 from flowrl import Colocate, Split
 from flowrl.importers.writer import value_of
 from flowrl.operators import DPO, IPO, ClipReward, KLLoss, PPOClip, ValueClip
+from flowrl.run.placement.place import Place
 from flowrl.schedules import Constant, Cosine, Linear, Schedule
 from tests.importers.scripts import imported, refused
 
@@ -46,6 +47,21 @@ def test_ppo_has_a_critic_of_the_reward_model(tmp_path: Path) -> None:
     more, _ = imported(tmp_path, "openrlhf", PPO % "--reward.model_name_or_path org/reward --reward.normalize_enable")
     assert not refused(more) and value_of(more.bind["reward_model"]).normalize
     assert "critic's values" in more.settings.differs["reward.normalize_enable"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "place"),
+    [
+        ("", Split(train=8, rollout=8, per_machine=4, address="auto")),
+        ("--vllm.num_engines 3", Split(train=8, rollout=6, per_machine=4, address="auto")),
+        ("--train.colocate_all", Colocate(gpus=8, per_machine=4, address="auto")),
+    ],
+)
+def test_two_nodes_are_machines_of_a_ray_cluster(flags: str, place: Place, tmp_path: Path) -> None:
+    nodes = "--actor.num_nodes 2 --reward.model_name_or_path org/reward"
+    found, findings = imported(tmp_path, "openrlhf", PPO % f"{nodes} {flags}")
+    assert not refused(found) and not findings.problems
+    assert value_of(found.bind["place"]) == place
 
 
 @pytest.mark.parametrize(
@@ -122,4 +138,5 @@ def test_sft_reads_its_own_split_and_the_gpus_of_its_launcher(tmp_path: Path) ->
     assert {"num_processes", "data.max_len"} <= found.settings.differs.keys()
     more, _ = imported(tmp_path, "openrlhf", text % ("--num_nodes 2 --num_gpus 4", "--data.dataset_split dev"))
     assert more.training["data"].kwargs["split"] == "dev[:100]"
-    assert (value_of(more.bind["actor"]).ranks, value_of(more.bind["place"])) == (8, Colocate(gpus=8))
+    assert value_of(more.bind["actor"]).ranks == 8
+    assert value_of(more.bind["place"]) == Colocate(gpus=8, per_machine=4, address="auto")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowrl import Colocate
 from flowrl.importers.writer import value_of
 from flowrl.operators import CISPO, GSPO, SAPO, AdaptiveKL, KLLoss, PPOClip, Reinforce, ValueClip
 from flowrl.schedules import Constant, Cosine, Schedule
@@ -50,6 +51,13 @@ def test_losses(more: list[str], path: str, value: Any, tmp_path: Path) -> None:
     found, findings = verl(tmp_path, "grpo", *more)
     assert not refused(found) and not findings.problems
     assert getattr(_node(found, "update_actor"), path) == value
+
+
+def test_nodes_are_machines_of_a_ray_cluster(tmp_path: Path) -> None:
+    found, findings = verl(tmp_path, "grpo", "trainer.nnodes=2")
+    assert not refused(found) and not findings.problems
+    assert value_of(found.bind["place"]) == Colocate(gpus=8, per_machine=4, address="auto")
+    assert value_of(verl(tmp_path)[0].bind["place"]) == Colocate(gpus=4)
 
 
 def test_ppo_has_a_critic(tmp_path: Path) -> None:
@@ -161,14 +169,15 @@ def test_sft(tmp_path: Path) -> None:
     from tests.importers.scripts import imported
 
     text = (
-        "torchrun --nnodes=1 --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=~/train.parquet "
+        "torchrun --nnodes=2 --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=~/train.parquet "
         "model.path=Qwen/Qwen3-0.6B optim.lr=1e-4 model.lora_rank=32 engine=fsdp trainer.total_epochs=2 "
         "model.lora_adapter_path=org/adapter\n"
     )
     found, findings = imported(tmp_path, "verl", text)
     assert not refused(found) and not findings.problems
     actor = value_of(found.bind["actor"])
-    assert (actor.optimizer.lr, actor.lora.r, actor.ranks) == (1e-4, 32, 2)
+    assert (actor.optimizer.lr, actor.lora.r, actor.ranks) == (1e-4, 32, 4)
+    assert value_of(found.bind["place"]) == Colocate(gpus=4, per_machine=2, address="auto")
     assert actor.lora.adapter_path == "org/adapter"
     assert found.training["prompts"] == 256  # verl's default
     unset, _ = imported(tmp_path, "verl", text.replace("=2 -m", "=$1 -m"))

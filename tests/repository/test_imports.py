@@ -214,10 +214,9 @@ def loaded_by(*stages: Sequence[str]) -> list[set[str]]:
     return [set(modules) for modules in json.loads(done.stdout)]
 
 
-HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "ray", "peft", "vllm", "sglang")
-
-
-OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict", "wandb", "mlflow", "trackio")
+ENGINES = ("ray", "vllm", "sglang", "megatron")
+OPTIONAL = (*ENGINES, "matplotlib", "tensorboard", "tensordict", "wandb", "mlflow", "trackio")
+HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "peft", *ENGINES)
 
 
 def test_imports_load_no_engine_and_no_optional_package() -> None:
@@ -253,7 +252,7 @@ print(json.dumps(loaded))
 """
     environment = {**os.environ, "MODEL": tiny, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     loaded: list[set[str]] = [set(modules) for modules in json.loads(done.stdout.splitlines()[-1])]
     *drawn, _, planned, bound, bound_planned, bound_checked = loaded
     assert "flowrl.draw.mermaid" in drawn[-1] and "flowrl.run.training.training" not in drawn[-1]

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.records import Receipt
-from flowrl.sync import buckets, digest
+from flowrl.sync import buckets, digest, group
 from flowrl.sync.buckets import in_rounds
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import tensor_digest, weights_digest
@@ -142,6 +143,29 @@ def test_an_error_of_one_sender_ends_all(new_ticket: Callable[..., Ticket]) -> N
     for future in (sent[0], sent[2], *takers):
         with pytest.raises(Interrupted):
             future.result()
+
+
+def test_a_sender_that_the_receivers_cannot_reach_is_named(
+    new_ticket: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails before the timeout, although it still gathers with the other sender, which waits for the receivers."""
+    address, away = group._address_towards, set[int]()
+
+    def sending(ticket: Ticket, *arguments: Any) -> int:
+        if arguments[-1] == 1:
+            away.add(threading.get_ident())
+        return send(ticket, *arguments)
+
+    monkeypatch.setattr(group, "_CONNECTED", timedelta(seconds=1))
+    monkeypatch.setattr(
+        group, "_address_towards", lambda host: "192.0.2.1" if threading.get_ident() in away else address(host)
+    )
+    sent, takers = sync(of(new_ticket(2), 2), dealt(weights_of(), 2), sending)
+    for future in (sent[1], *takers):
+        with raises("sync.not-connected", sender="Rank 1 of the trainer", seconds=1.0):
+            future.result()
+    with raises("sync.interrupted"):
+        sent[0].result()
 
 
 def test_a_killed_sender_is_reported_by_all(new_ticket: Callable[..., Ticket], on_cpu: None) -> None:

@@ -44,6 +44,7 @@ from flowrl.run.engine.nodes import lengths_of
 from flowrl.run.engine.not_finite import not_finite
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.placement.place import ProcessSpec
+from flowrl.sync.group import connect
 from flowrl.sync.probe import compute_dtype
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Location
@@ -242,6 +243,10 @@ class Host:
         assert self.plan is not None
         with self._outgoing(role, selection, self.plan.mesh.shares > 1) as (origin, rounds):
             return Export.of(origin, chain.from_iterable(rounds), bucket_bytes)
+
+    def reach(self, ticket: Ticket) -> None:
+        """Raise `flowrl.sync.group.Interrupted` if this process cannot connect to the store of a ticket."""
+        connect(ticket.host, ticket.port, ticket.timeout)
 
     def send(
         self, role: str, selection: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str

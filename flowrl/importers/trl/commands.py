@@ -11,7 +11,7 @@ from flowrl.importers.words import Word
 
 PARTS = ("grpo", "rloo", "dpo", "sft")
 STARTS = "trl grpo, rloo, dpo or sft, or a Python script with one of their trainers"
-_PROCESSES = ("num_processes", "nproc_per_node")
+_LAUNCHER = ("num_processes", "nproc_per_node", "num_machines", "nnodes")
 """Flags of ``accelerate launch`` and ``torchrun``, which ``trl`` takes, too."""
 
 
@@ -31,11 +31,8 @@ def from_words(words: Sequence[Word]) -> tuple[str, dict[str, Setting], Mapping[
 
 def launched(words: Sequence[Word], given: MutableMapping[str, Setting]) -> dict[str, str]:
     """What a launcher says, or the flags that ``trl`` passes to one, which are taken from the given ones."""
-    own = [found.value for name in _PROCESSES if (found := given.pop(name, None)) is not None]
-    count = hydra.processes(words)
-    if own and not count:
-        count = str(own[0])
-    return {} if count is None else {"processes": count}
+    own = {name: found.value for name in _LAUNCHER if (found := given.pop(name, None)) is not None}
+    return hydra.launched(words, own)
 
 
 def _starts(words: Sequence[Word], index: int) -> bool:

@@ -34,8 +34,6 @@ def supervised(
         move_reference(settings, graph, processes)
         lora = get("use_peft")
         bind["ref"] = call("TorchScorer") if lora else call("TorchScorer", model, dtype=dtype_of(settings), **ranks)
-    if processes > 1:
-        bind["place"] = call("Colocate", gpus=processes)
     settings.differ("max_length", "rows are not cut: a longer prompt or response is dropped")
     count = int(get("per_device_train_batch_size")) * int(get("gradient_accumulation_steps")) * processes
     found = training(settings, count)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ImporterError
-from flowrl.importers.plan import Imported, call
+from flowrl.importers.plan import Imported, across, call
 from flowrl.importers.settings import Setting, Settings, Table
 from flowrl.importers.trl import graph
 from flowrl.importers.trl.agent import Agent
@@ -86,6 +86,8 @@ def imported(part: str, given: Mapping[str, Setting], title: str, launcher: Mapp
         found = supervised(part, settings, title, model, data, processes, script)
     else:
         found = _of_responses(part, settings, title, model, script, processes)
+    if processes > 1:
+        found.bind["place"] = call("Colocate", gpus=processes, **across(int(launcher["machines"]), processes))
     found.notes += [] if script is None else script.notes
     _say_idle(settings)
     return found
@@ -236,7 +238,7 @@ def _validation(
 
 
 def _bindings(settings: Settings, plan: Any, model: str, processes: int) -> dict[str, Any]:
-    """Backends by role, and the place."""
+    """Backends by role."""
     ranks = {"ranks": processes} if processes > 1 else {}
     actor = trainer(settings, model, processes)
     lora = {"lora": actor.kwargs["lora"]} if "lora" in actor.kwargs else {}
@@ -246,8 +248,6 @@ def _bindings(settings: Settings, plan: Any, model: str, processes: int) -> dict
     bind |= plan.bound
     if "reward_model" in plan.bound:
         bind["reward_model"].kwargs |= ranks
-    if processes > 1:
-        bind["place"] = call("Colocate", gpus=processes)
     return bind
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,13 +39,15 @@ plain = grpo(None, n=2)
 
 
 def test_a_model_is_served_until_it_is_interrupted(tiny: str, tmp_path: Path) -> None:
+    """Libraries that load the model print nothing."""
     # Background jobs of a shell ignore SIGINT, and so would their children.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "; from flowrl.app.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", tiny, "--max-new-tokens", "4", "--parser", "hermes"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment, text=True) as process:
-        assert process.stdout is not None
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, cwd=tmp_path, env=environment, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
         words = shlex.split(process.stdout.readline())
         found = dict(word.split("=", 1) for word in words[1:])
         url, headers = found["OPENAI_BASE_URL"], {"authorization": f"Bearer {found['OPENAI_API_KEY']}"}
@@ -55,7 +58,7 @@ def test_a_model_is_served_until_it_is_interrupted(tiny: str, tmp_path: Path) ->
         refused = httpx.post(f"{url}/chat/completions", json={**body, "n": 2}, headers=headers)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
         process.send_signal(signal.SIGINT)
-        assert process.stdout.read() == "The endpoint is closed.\n"
+        assert (process.stdout.read(), process.stderr.read()) == ("The endpoint is closed.\n", "")
         assert process.wait() == 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrl import When
+from flowrl import Colocate, When
 from flowrl.backends import AdamW, LoRA
 from flowrl.importers.importing import Source, import_file
 from flowrl.importers.writer import value_of
@@ -104,6 +104,10 @@ def test_processes_of_the_launcher(tmp_path: Path) -> None:
     found, findings = imported(tmp_path, "trl", f"accelerate launch --num_processes 2 sft.py {BOTH}\n")
     assert not refused(found) and not findings.problems
     assert (value_of(found.bind["actor"]).ranks, found.training["prompts"]) == (2, 8 * 2)
+    for launcher in ("accelerate launch sft.py", "trl sft"):
+        several, _ = imported(tmp_path, "trl", f"{launcher} {BOTH} --num_processes 4 --num_machines 2\n")
+        assert not refused(several)
+        assert value_of(several.bind["place"]) == Colocate(gpus=4, per_machine=2, address="auto")
     unsaid, _ = imported(tmp_path, "trl", f"torchrun sft.py {BOTH}\n")
     assert "num_processes" in [remark.key for remark in unsaid.settings.report(()).differing]
     text = PYTHON.format(flags=FLAGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -13,12 +14,14 @@ from torch import Tensor
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.distributed import delivery
+from flowrl.distributed.hosts import host
 from flowrl.distributed.place import Split
 from flowrl.errors import SyncError
 from flowrl.protocols.protocols import BuildContext
 from flowrl.run.training.job import Job
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
+from flowrl.sync.group import connect
 from tests.on_ray.process_leaks import leaves_nothing, process_ids
 from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto
@@ -29,7 +32,7 @@ BUCKET = 20_000
 
 
 class Faulty(TorchTrainer):
-    """A trainer one of whose ranks flips a bit of what it sends, or dies, as `fault_file` says."""
+    """A trainer one of whose ranks flips a bit of what it sends, dies, or reaches no store, as `fault_file` says."""
 
     fault_file: str = ""
 
@@ -45,6 +48,11 @@ class Faulty(TorchTrainer):
                 flat[3] ^= 1
             carry(carrier, flat)
 
+        def faulty_connect(address: str, port: int, timeout: float) -> Any:
+            unreachable = fault_file.exists() and fault_file.read_text() == f"unreachable {rank}"
+            return connect(address, *((9, 1.0) if unreachable else (port, timeout)))
+
+        host.connect = faulty_connect
         GlooCarrier.send = faulty_send  # type: ignore[method-assign]  # in this rank's process, which ends with the job
         return super().build(context)
 
@@ -78,10 +86,15 @@ def test_each_rank_sends_half_and_faults_of_either_are_named(tiny: str, tmp_path
             assert any(name in caught.value.message for name in saved)
             fault_file.unlink()
             executor.sync()
-        assert executor.step(batch, 3).values["sync"]["receipt"].version == 4
+        fault_file.write_text("unreachable 1")
+        with raises("sync.interrupted", host="actor rank 1"):
+            executor.step(batch, 3)
+        fault_file.unlink()
+        executor.sync()
+        assert executor.step(batch, 4).values["sync"]["receipt"].version == 5
         fault_file.write_text("die 1")
-        with raises("host.died", task="sync in step 5", host="actor rank 1"):
-            executor.step(batch, 4)
+        with raises("host.died", task="sync in step 6", host="actor rank 1"):
+            executor.step(batch, 5)
 
 
 @pytest.mark.nightly
