@@ -83,8 +83,7 @@ def _gaps(ranking: Ranking) -> Iterator[str]:
         )
     if float32 := dict.fromkeys(stage.node for one in every for stage in one.times.stages if stage.float32):
         yield (
-            f"in float32: {', '.join(float32)}, by the hardware's stated speed in float32; published steps compute in "
-            f"bfloat16"
+            f"in float32: {', '.join(float32)}, by the stated speed in float32; published steps compute in bfloat16"
         )
 
 
