@@ -50,9 +50,8 @@ def _own(ranking: Ranking) -> str:
         factor = f", {own.seconds / best.seconds:.3g} times as long as the best"
     numbers = f"{_numbers(own)}{factor}: {_place(own)}"
     if own.memory is not None and not own.fits:
-        return (
-            f"does not fit in {own.memory.worst.node}, where slots have {own.memory.hardware.memory:.1f} GiB: {numbers}"
-        )
+        slot = f"{own.memory.hardware.memory:.1f} GiB of a slot"
+        return f"does not fit into the {slot} at its peak in {own.memory.worst.node}: {numbers}"
     return f"has rank {ranking.rank} of {len(found)}: {numbers}"
 
 
@@ -82,9 +81,7 @@ def _gaps(ranking: Ranking) -> Iterator[str]:
             f"NOT in the memory: {', '.join(uncounted)}, whose backend predicts none; state what it takes: memory=<GiB>"
         )
     if float32 := dict.fromkeys(stage.node for one in every for stage in one.times.stages if stage.float32):
-        yield (
-            f"in float32: {', '.join(float32)}, by the stated speed in float32; published steps compute in bfloat16"
-        )
+        yield f"in float32: {', '.join(float32)}, by the stated speed in float32; published steps compute in bfloat16"
 
 
 def _place(one: Candidate) -> str:

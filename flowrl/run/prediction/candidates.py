@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ Settings = Mapping[str, Any]
 """Values by path, as ``--set`` takes them."""
 
 
-def candidates(job: Job[Any], gpus: Sequence[int], refused: dict[str, int], with_axes: bool) -> Iterator[Settings]:
+def candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_axes: bool) -> Iterator[Settings]:
     """The settings of all candidates on so many slots.
 
     Args:
@@ -67,7 +68,7 @@ def mesh_settings(job: Job[Any], role: str, mesh: Mesh) -> dict[str, Any]:
     return {f"{role}.mesh": mesh} | ({f"{role}.ranks": 1} if backend.ranks > 1 else {})
 
 
-def _lags(job: Job[Any], refused: dict[str, int]) -> Iterator[int]:
+def _lags(job: Job[Any], refused: Counter[str]) -> Iterator[int]:
     """The lag of the job, then 0 and 1, where rules allow them."""
     own = job.graph.lag.versions
     for lag in (own, *sorted({0, 1} - {own})):

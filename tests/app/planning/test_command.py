@@ -177,12 +177,16 @@ def test_the_rank_of_the_unchanged_job_is_printed_also_if_it_does_not_fit(comman
     assert own is not None and 1 <= int(own.group(1)) <= int(own.group(2))
     small = "Hardware(memory=4, flops=989, bandwidth=3350)"
     unfit = command(*search, "--hardware", small).out
-    assert re.search(r"^  the unchanged job does not fit into the 4.0 GiB of a slot at its peak in \w+: ", unfit, re.MULTILINE)
+    assert re.search(
+        r"^  the unchanged job does not fit into the 4.0 GiB of a slot at its peak in \w+: ", unfit, re.MULTILINE
+    )
 
 
 def test_what_a_search_does_not_predict_is_named(command: Command, training: Path) -> None:
     half = halved(training)
-    half.write_text(half.read_text(encoding="utf-8").replace("TorchScorer(model, dtype=\"bfloat16\")", "TorchScorer(model)"))
+    half.write_text(
+        half.read_text(encoding="utf-8").replace('TorchScorer(model, dtype="bfloat16")', "TorchScorer(model)")
+    )
     search = ("plan", f"{half}:training", "--search", "--lengths", "mean=40,max=64", "--hardware")
     assert "in float32: ref_log_prob, by the stated speed in float32" in command(*search, "H100").out
     said = command(*search, "Hardware(memory=80, flops=989, bandwidth=3350)").out

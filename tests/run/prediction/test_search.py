@@ -1,4 +1,4 @@
-"""`search.py` and `candidates.py`: what is enumerated, pruned and ranked, and that what is ranked runs and has the predicted numbers."""
+"""`search.py` and `candidates.py`: what is enumerated, pruned and ranked, and that it has the predicted numbers."""
 
 from __future__ import annotations
 
@@ -152,7 +152,11 @@ class TestUnchangedJob:
         actor = TorchTrainer(folder, dtype="bfloat16", mesh=mesh)
         job = job_of(folder, Colocate(gpus=4)).edit(bind={"actor": actor, "rollout": VLLM(folder, ranks=4)})
         found = ranking(job, 4).candidates
-        widths = {one.job.graph.bindings["rollout"].tensor_parallel for one in found if one.job.graph.bindings["actor"].geometry == mesh}
+        widths = {
+            one.job.graph.bindings["rollout"].tensor_parallel
+            for one in found
+            if one.job.graph.bindings["actor"].geometry == mesh
+        }
         assert widths == {1, 2, 4}
 
 
@@ -181,9 +185,10 @@ class TestUnpredicted:
         assert seconds == sorted(seconds)
 
 
-
 def test_a_backend_with_pipelines_has_stages_and_copies(folder: str) -> None:
     actor = MegatronTrainer(folder, dtype="bfloat16", mesh=Mesh(tensor=2))
     found = ranking(job_of(folder, Colocate(gpus=2)).edit(bind={"actor": actor, "rollout": VLLM(folder, ranks=2)}), 2)
-    meshes = {one.job.graph.bindings["actor"].geometry for one in found.candidates if isinstance(one.job.place, Colocate)}
+    meshes = {
+        one.job.graph.bindings["actor"].geometry for one in found.candidates if isinstance(one.job.place, Colocate)
+    }
     assert meshes == {Mesh(tensor=2), Mesh(pipeline=2), Mesh(replicate=2)}

@@ -86,7 +86,10 @@ def test_float32_takes_its_stated_operations_and_twice_the_bytes(folder: str) ->
 
 
 def test_a_float32_engine_is_synced_with_twice_the_bytes(folder: str) -> None:
-    half, full = (job_of(folder, Split(train=1, rollout=1)).edit(bind={"rollout": VLLM(folder, dtype=dtype)}) for dtype in ("auto", "float32"))
+    half, full = (
+        job_of(folder, Split(train=1, rollout=1)).edit(bind={"rollout": VLLM(folder, dtype=dtype)})
+        for dtype in ("auto", "float32")
+    )
     assert times(full).of("sync") == pytest.approx(2.0 * times(half).of("sync"))
     assert times(full).of("generate") > times(half).of("generate")
 

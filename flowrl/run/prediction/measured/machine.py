@@ -154,8 +154,8 @@ def _refuse_another_job(alone: Path, nodes: Mapping[str, Any], other: Path, othe
     """Refuse a run whose models do other work; nodes without a model may differ, such as corrections for a lag."""
     if odd := sorted(name for name in nodes.keys() | others.keys() if nodes.get(name) != others.get(name)):
         raise DataError(
-            f"{other} ran another job than {alone}: {', '.join(odd)} differ, so their seconds do not compare. Pass runs "
-            f"of one job, which differ only in their places, ranks and lags.",
+            f"{other} ran another job than {alone}: {', '.join(odd)} differ, so their seconds do not compare. Pass "
+            f"runs of one job, which differ only in their places, ranks and lags.",
             code="predict.another-job",
             path=other,
             nodes=odd,

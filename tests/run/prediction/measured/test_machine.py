@@ -135,31 +135,31 @@ class TestOf:
         alone, again = run(tmp_path / "alone", self.ALONE), run(tmp_path / "again", self.ALONE)
         placed, other = (run(tmp_path / name, self.SPLIT, PLACE) for name in ("placed", "other"))
         for runs, found in (((placed, other), []), ((alone, again, placed), [str(alone), str(again)])):
-            with raises("predict.machine-runs", alone=found):
+            with raises("predict.machine-runs", alone=tuple(found)):
                 Machine.of(*runs)
         for runs in ((alone,), (alone, alone)):
-            with raises("predict.machine-runs", paths=[str(alone)]):
+            with raises("predict.machine-runs", paths=(str(alone),)):
                 Machine.of(*runs)
 
     def test_a_run_of_another_job_is_refused(self, tmp_path: Path) -> None:
         alone = run(tmp_path / "alone", self.ALONE)
         longer = {"$type": "toys:Generate", "rollout": {"$role": "rollout"}, "max_new_tokens": 16}
         other = run(tmp_path / "other", self.SPLIT, PLACE, generate=longer, score={"ref": {"$role": "ref"}})
-        with raises("predict.another-job", path=other, nodes=["generate", "score"]):
+        with raises("predict.another-job", path=str(other), nodes=("generate", "score")):
             Machine.of(other, alone)
         corrected = run(tmp_path / "corrected", self.SPLIT, PLACE, correction={"$type": "toys:Correction"})
         assert Machine.of(alone, corrected).hosted  # as a lag needs
 
     def test_a_folder_without_a_run_or_a_damaged_one_is_refused(self, tmp_path: Path) -> None:
         alone, placed = run(tmp_path / "alone", self.ALONE), run(tmp_path / "placed", self.SPLIT, PLACE)
-        with raises("predict.no-run", path=tmp_path / "none", missing="run.json"):
+        with raises("predict.no-run", path=str(tmp_path / "none"), missing="run.json"):
             Machine.of(alone, tmp_path / "none")
         (placed / "trace.json").unlink()
-        with raises("predict.no-run", path=placed, missing="trace.json"):
+        with raises("predict.no-run", path=str(placed), missing="trace.json"):
             Machine.of(alone, placed)
         described = json.loads((alone / "run.json").read_text())
         (alone / "run.json").write_text(json.dumps({**described, "graph": None}))
-        with raises("run.damaged", path=alone / "run.json"):
+        with raises("run.damaged", path=str(alone / "run.json")):
             Machine.of(alone, run(tmp_path / "whole", self.SPLIT, PLACE))
 
 
