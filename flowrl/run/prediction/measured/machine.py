@@ -132,8 +132,8 @@ def _alone(places: Mapping[Path, Any]) -> Path:
         names = ", ".join(map(str, alone))
         raise DataError(
             f"What places cost is measured by one run in one process, and others of the same job at other places; of "
-            f"{len(places)} run(s), {len(alone)} were in one process{f': {names}' if names else ''}. Pass exactly one run "
-            f"of a job without a place, and at least one of the same job with a place.",
+            f"{len(places)} run(s), {len(alone)} were in one process{f': {names}' if names else ''}. Pass exactly one "
+            f"run of a job without a place, and at least one of the same job with a place.",
             code="predict.machine-runs",
             paths=list(map(str, places)),
             alone=list(map(str, alone)),
