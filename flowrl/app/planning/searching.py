@@ -9,8 +9,8 @@ from flowrl.app.planning.search_table import ranked
 from flowrl.errors import ParameterError
 from flowrl.run.prediction.hardware import Hardware
 from flowrl.run.prediction.memory import Memory, RowLimits, memory_of
-from flowrl.run.prediction.search import search
-from flowrl.run.prediction.stages import times_of
+from flowrl.run.prediction.search import Ranking, search
+from flowrl.run.prediction.stages import OWN_CODE, Times, by_reason, times_of
 from flowrl.run.prediction.timing import ERRORS
 from flowrl.run.training.job import Job
 
@@ -36,16 +36,31 @@ def searched(job: Job[Any], gpus: Sequence[int], sized: Sized | None, prompts: i
         gpus: numbers of slots; empty are those of the job's place.
     """
     counts = gpus or (1 if job.place is None else job.place.slots,)
-    seconds, basis = _measured(prompts, costs) if costs is not None else _stated(sized)
+    times, basis = _measured(prompts, costs) if costs is not None else _stated(sized)
     if sized is None:
         basis.append("memory is not checked: pass --hardware; meshes need it, too, so only ranks are ranked")
     else:
         stated = "engines' buffers and CUDA are stated constants"
         basis.append(f"memory: counted from config.json, in {sized.hardware}; {stated}")
-    return ranked(search(job, counts, seconds, None if sized is None else sized.memory), basis)
+    found = search(job, counts, times, None if sized is None else sized.memory)
+    if costs is None:
+        _refuse_no_stage(found)
+    return ranked(found, basis)
 
 
-_Predicts = Callable[[Job[Any]], float]
+def _refuse_no_stage(found: Ranking) -> None:
+    """Refuse to rank jobs of whose models no node is predicted."""
+    if found.candidates and all(one.kind == "sync" for other in found.candidates for one in other.times.stages):
+        models = {node: why for node, why in found.unknown.items() if why != OWN_CODE}
+        raise ParameterError(
+            f"--search ranks by seconds, and for --hardware none are predicted of {by_reason(models)}. Run the job for "
+            f"a few steps and pass what it measured: --costs RUN.",
+            code="cli.bad-option",
+            missing="--costs",
+        )
+
+
+_Predicts = Callable[[Job[Any]], Times]
 
 
 def _measured(prompts: int | None, costs: Any) -> tuple[_Predicts, list[str]]:
@@ -54,8 +69,9 @@ def _measured(prompts: int | None, costs: Any) -> tuple[_Predicts, list[str]]:
 
     count = prompts or costs.prompts
 
-    def seconds(job: Job[Any]) -> float:
-        return predict(job.graph, job.place, count, costs, optimize=job.optimize).seconds
+    def times(job: Job[Any]) -> Times:
+        found = predict(job.graph, job.place, count, costs, optimize=job.optimize)
+        return Times((), found.seconds, {}, found.lag)
 
     place = "one process" if costs.place is None else type(costs.place).__name__
     basis = [f"seconds: measured in {costs.source}, in {place}, on the scheduler with {count} prompts"]
@@ -64,7 +80,7 @@ def _measured(prompts: int | None, costs: Any) -> tuple[_Predicts, list[str]]:
             "NOT measured: waits of ranks, syncs, turns and calls between processes count as 0, so places look too "
             "fast; pass --machine ALONE --machine SPLIT"
         )
-    return seconds, basis
+    return times, basis
 
 
 def _stated(sized: Sized | None) -> tuple[_Predicts, list[str]]:
@@ -80,13 +96,12 @@ def _stated(sized: Sized | None) -> tuple[_Predicts, list[str]]:
         )
     hardware, limits, mean, prompts = sized.hardware, sized.limits, sized.mean, sized.prompts
 
-    def seconds(job: Job[Any]) -> float:
-        return times_of(job, hardware, limits, mean, prompts).seconds
+    def times(job: Job[Any]) -> Times:
+        return times_of(job, hardware, limits, mean, prompts)
 
-    unknown = times_of(sized.job, hardware, limits, mean, prompts).unknown
     least, most = ERRORS["step"]
     basis = [
         f"seconds: formulas with {hardware.name} as stated and 4 fitted constants; of published steps of other models, "
         f"80 % took {least} to {most} times what these predict"
     ]
-    return seconds, [*basis, *([f"not predicted: {', '.join(unknown)}"] if unknown else [])]
+    return times, basis

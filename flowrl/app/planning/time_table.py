@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrl.run.prediction.hardware import Hardware
-from flowrl.run.prediction.stages import Times
+from flowrl.run.prediction.stages import Times, by_reason
 from flowrl.run.prediction.timing import ERRORS
 
 
@@ -23,9 +23,12 @@ def timed(times: Times, hardware: Hardware) -> list[str]:
             f"  of published steps of other models, 80 % took {least} to {most} times what this predicts: "
             f"{_seconds(times.seconds * least)} to {_seconds(times.seconds * most)}"
         )
-    for why in dict.fromkeys(times.unknown.values()):
-        nodes = [node for node, other in times.unknown.items() if other == why]
-        lines.append(f"  not predicted: {', '.join(nodes)} ({why})")
+    if float32 := [one.node for one in times.stages if one.float32]:
+        lines.append(
+            f"  in float32: {', '.join(float32)}, by the stated speed in float32; published steps compute in bfloat16"
+        )
+    if times.unknown:
+        lines.append(f"  not predicted: {by_reason(times.unknown)}")
     return lines
 
 

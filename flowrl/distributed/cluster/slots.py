@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,12 @@ from flowrl.errors import BindError
 from flowrl.run.placement.place import ProcessSpec
 
 _RESERVE_SECONDS = 120
+
+_HELD_SECONDS = 5
+"""How long a job may hold some of its machines while it waits for the others."""
+
+_PAUSE_SECONDS = (1.5, 5.0)
+"""The least and the most seconds until it tries again; Ray gives freed machines to waiting jobs within a second."""
 
 
 class Slots:
@@ -58,11 +65,7 @@ class Slots:
             _refuse_small_machines(place, kinds)
         strategy = "PACK" if place.per_machine is None else "STRICT_PACK"
         slot = {"CPU": 1.0} | {self._kind: 1.0}
-        groups = [placement_group([slot] * len(machine), strategy=strategy) for machine in place.machines]
-        until = time.monotonic() + _RESERVE_SECONDS
-        if not all(group.wait(max(0.0, until - time.monotonic())) for group in groups):
-            for group in groups:
-                remove_placement_group(group)
+        if (groups := _reserved([[slot] * len(machine) for machine in place.machines], strategy)) is None:
             all_of, free = ray.cluster_resources(), ray.available_resources()
             found = " and ".join(f"{free.get(kind, 0):g} of {all_of.get(kind, 0):g} {kind}(s)" for kind in kinds)
             raise BindError(
@@ -115,6 +118,26 @@ class Slots:
         """Give the slots back."""
         for group in self._groups:
             remove_placement_group(group)
+
+
+def _reserved(bundles: Sequence[Sequence[dict[str, float]]], strategy: str) -> list[PlacementGroup] | None:
+    """A placement group for the bundles of each machine, or None after `_RESERVE_SECONDS`.
+
+    Ray reserves one group at a time, so two jobs could each hold a machine and wait for the other's. A job that lacks
+    machines therefore gives all back, and tries again after a random pause in which another one can take them.
+    """
+    until, draw = time.monotonic() + _RESERVE_SECONDS, random.Random()  # two jobs with one seed must differ
+    while True:
+        groups = [placement_group(list(machine), strategy=strategy) for machine in bundles]
+        ends = until if len(groups) == 1 else min(until, time.monotonic() + _HELD_SECONDS)
+        if all(group.wait(max(0.0, ends - time.monotonic())) for group in groups):
+            return groups
+        for group in groups:
+            remove_placement_group(group)
+        pause = draw.uniform(*_PAUSE_SECONDS)
+        if len(groups) == 1 or time.monotonic() + pause >= until:
+            return None
+        time.sleep(pause)
 
 
 def _refuse_small_machines(place: RayPlace, kinds: Iterable[str]) -> None:

@@ -99,7 +99,7 @@ class Costs:
     @staticmethod
     def measured(run: str | Path) -> Costs:
         """The costs that a run measured, without its place, of which nothing is imported."""
-        described, timeline, steps = _read(Path(run))
+        described, timeline, steps = read_run(Path(run))
         operators = {name: node["operator"] for name, node in described.get("graph", {}).get("nodes", {}).items()}
         recorded = {name: Work.recorded(operator) for name, operator in operators.items()}
         spans = warm(timeline.spans)
@@ -259,7 +259,7 @@ def _described(folder: Path) -> Mapping[str, Any]:
         if not is_count(prompts := described["training"]["prompts"]) or "place" not in described:
             raise ValueError(f"prompts={prompts!r}")
     except (ValueError, LookupError, TypeError) as error:
-        raise _damaged(folder, error) from error
+        raise damaged(folder, error) from error
     return cast("Mapping[str, Any]", described)
 
 
@@ -273,11 +273,12 @@ def _place(folder: Path, imports: bool | None) -> Place | None:
         if not isinstance(place, Place | None):
             raise ValueError(f"place={place!r}")
     except (ValueError, LookupError, TypeError) as error:
-        raise _damaged(folder, error) from error
+        raise damaged(folder, error) from error
     return place
 
 
-def _damaged(folder: Path, error: Exception) -> DataError:
+def damaged(folder: Path, error: Exception) -> DataError:
+    """The error of a ``run.json`` that no run wrote."""
     return DataError(
         f"{folder / 'run.json'} was not written by a run, or is damaged ({error!r}). Run it again.",
         code="run.damaged",
@@ -285,8 +286,12 @@ def _damaged(folder: Path, error: Exception) -> DataError:
     )
 
 
-def _read(folder: Path) -> tuple[Mapping[str, Any], Timeline, dict[int | None, float]]:
-    """What ran, trace, and seconds by step."""
+def read_run(folder: Path) -> tuple[Mapping[str, Any], Timeline, dict[int | None, float]]:
+    """The ``run.json`` of a run with a finished step, its trace, and seconds by step.
+
+    Raises:
+        DataError: the folder holds no such run, or a file of it is damaged.
+    """
     described = _described(folder)
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}

@@ -14,17 +14,17 @@ from flowrl.run.prediction.timing import Speed
 from flowrl.spec import Spec
 
 _FIGURES = {
-    "A100-40GB": (40_960, 312, 1555, 300),
-    "A100": (81_920, 312, 2039, 300),
-    "H100": (81_559, 989, 3350, 450),
-    "H20": (97_871, 148, 4000, 450),
-    "H200": (143_771, 989, 4800, 450),
-    "B200": (183_359, 2250, 8000, 900),
-    "L40S": (46_068, 362, 864, 32),
-    "RTX4090": (24_564, 165, 1008, 32),
+    "A100-40GB": (40_960, 312, 19.5, 1555, 300),
+    "A100": (81_920, 312, 19.5, 2039, 300),
+    "H100": (81_559, 989, 67, 3350, 450),
+    "H20": (97_871, 148, 44, 4000, 450),
+    "H200": (143_771, 989, 67, 4800, 450),
+    "B200": (183_359, 2250, 75, 8000, 900),
+    "L40S": (46_068, 362, 91.6, 864, 32),
+    "RTX4090": (24_564, 165, 82.6, 1008, 32),
 }
 """The memory that ``nvidia-smi`` reports, in MiB, about 2 GiB less than vendors' decimal GB; and of vendors' data
-sheets: dense bfloat16 TFLOP/s, and GB/s of memory and of the link (NVLink, or PCIe 4) in one direction."""
+sheets: dense bfloat16 and float32 TFLOP/s, and GB/s of memory and of the link (NVLink, or PCIe 4) in one direction."""
 
 
 class Hardware(Spec):
@@ -36,6 +36,8 @@ class Hardware(Spec):
         name: for messages.
         flops: dense bfloat16 operations a second, in TFLOP/s; times are predicted only if this and `bandwidth` are
             stated.
+        flops_float32: operations a second in float32 without TF32, which torch leaves off, in TFLOP/s; if None, nodes
+            that compute in float32 have no predicted time.
         bandwidth: of its memory, in GB/s.
         link: to the other devices of its machine, in GB/s and one direction.
         network: of each device to other machines, likewise.
@@ -47,6 +49,7 @@ class Hardware(Spec):
     device: Literal["cuda", "cpu"] = "cuda"
     name: str = "own hardware"
     flops: float | None = Field(None, gt=0, allow_inf_nan=False)
+    flops_float32: float | None = Field(None, gt=0, allow_inf_nan=False, kw_only=True)
     bandwidth: float | None = Field(None, gt=0, allow_inf_nan=False)
     link: float = Field(32.0, gt=0, allow_inf_nan=False)
     network: float = Field(50.0, gt=0, allow_inf_nan=False)
@@ -63,14 +66,23 @@ class Hardware(Spec):
             return None
         return Speed(self.flops * 1e12, self.bandwidth * 1e9, self.link * 1e9, self.network * 1e9)
 
+    @property
+    def speed_float32(self) -> Speed | None:
+        """The same in float32; its numbers have twice the bytes of those that `Speed` counts, so they move half as
+        fast."""
+        if self.speed is None or self.flops_float32 is None:
+            return None
+        _, *paths = self.speed
+        return Speed(self.flops_float32 * 1e12, *(path / 2 for path in paths))
+
     def __str__(self) -> str:
         return f"{self.name} ({self.memory:.1f} GiB)"
 
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
-        name: Hardware(size / 1024, name=name, flops=flops, bandwidth=bandwidth, link=link)
-        for name, (size, flops, bandwidth, link) in _FIGURES.items()
+        name: Hardware(size / 1024, name=name, flops=flops, flops_float32=float32, bandwidth=bandwidth, link=link)
+        for name, (size, flops, float32, bandwidth, link) in _FIGURES.items()
     }
 )
 """Hardware by name."""

@@ -42,8 +42,8 @@ class Prediction:
 
     Args:
         seconds: of a step, the median.
-        low, high: an interval that is meant to hold the seconds of four of five such jobs (of 20 held-out edits, on a
-            busy machine, it held 12); equal to them for given costs.
+        low, high: an interval that is meant to hold the seconds of four of five such jobs (of 20 held-out edits it held
+            20 on a quiet machine, and 12 on a busy one); equal to them for given costs.
         idle: by slot, the fraction of time without a running node.
         busiest: busy seconds per step of the busiest slot.
         path: the nodes of the critical path of the median step.

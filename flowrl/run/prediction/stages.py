@@ -43,14 +43,22 @@ Kind = Literal["generate", "score", "update", "sync"]
 MACHINE = 8
 """Devices of a machine, which links connect; stated."""
 
+OWN_CODE = "its own code"
+"""Why a node that runs no model has no predicted time."""
+
 
 class StageTime(NamedTuple):
-    """A node: its stage, its seconds in a step, and where they come from."""
+    """A node: its stage, its seconds in a step, and where they come from.
+
+    Args:
+        float32: whether it is predicted to compute in float32; published runs that were compared did not.
+    """
 
     node: str
     kind: Kind
     seconds: float
     source: str
+    float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,11 +152,9 @@ class _Asked:
         if node.is_input:
             return None
         if kind is None:
-            return None if transfers(node) else "its own code"
+            return None if transfers(node) else OWN_CODE
         role = next(iter(node.reads if kind == "sync" else node.writes or node.roles))
         backend = self._owner(role)
-        if getattr(backend, "dtype", "auto") == "float32" and kind != "sync":
-            return f"{role} computes in float32, whose speed is not stated"
         if getattr(backend, "starts_from", None) is None:
             return f"{role} names no model folder"
         shape = shape_of_backend(backend)
@@ -157,11 +163,13 @@ class _Asked:
         rows = rows_of_step(self._graph, node.name, self._prompts)
         if kind == "sync":
             return self._sync(node, shape)
+        if (speed := self._hardware.speed_float32 if _float32(backend) else self._speed) is None:
+            return f"{role} computes in float32, and --hardware states no flops_float32="
         if rows is None:
             return "its number of rows is not known"
         if kind == "generate":
-            return self._generate(node, shape, role, rows)
-        return self._train(node, shape, backend, kind, rows)
+            return self._generate(node, shape, role, rows, speed)
+        return self._train(node, shape, backend, kind, rows, speed)
 
     def _kind(self, node: Node) -> Kind | None:
         calls = {call_of(self._graph, role, node, self._in_process) for role in node.roles}
@@ -177,43 +185,48 @@ class _Asked:
         slots = {slot for host in self._hosts for slot in host.slots if set(host.roles) & set(node.roles)}
         near = max(slots) // MACHINE == min(slots) // MACHINE
         adapter = self._graph.bindings[node.writes[0]].receives == "adapter_weights"
-        sent = self._footprints.footprint(node.reads[0], node).sent if adapter else HALF * shape.weights
+        each = 2 * HALF if self._graph.bindings[node.writes[0]].synced_dtype == "float32" else HALF
+        sent = self._footprints.footprint(node.reads[0], node).sent if adapter else each * shape.weights
         seconds = synced_seconds(sent, self._speed, FITTED, near)
         path, stated = ("link", self._hardware.link) if near else ("network", self._hardware.network)
         source = f"{sent / 1e9:.3g} GB over {FITTED.sync:.3g} of the {path}'s {stated:g} GB/s"
         return StageTime(node.name, "sync", seconds, source)
 
-    def _train(self, node: Node, shape: Shape, backend: Any, kind: Kind, rows: int) -> StageTime:
-        mesh = backend.geometry
+    def _train(self, node: Node, shape: Shape, backend: Any, kind: Kind, rows: int, speed: Speed) -> StageTime:
+        mesh, float32 = backend.geometry, _float32(backend)
         repeats = getattr(node.operator, "ppo_epochs", 1) if kind == "update" else 1
         rows *= repeats
         budget = getattr(backend, "max_tokens", None) or MICRO_BATCH[self._hardware.device]
         micro_batches = max(rows * self._lengths.mean / mesh.data_ranks / (budget * mesh.context), 1.0)
-        trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE, expert=mesh.expert)
+        idle = (mesh.pipeline - 1) / (micro_batches + mesh.pipeline - 1)  # Narayanan et al. 2021, section 2.2
+        axes = {"pipeline": mesh.pipeline, "expert": mesh.expert}
+        trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE, idle, **axes)
         lora = getattr(backend, "lora", None) is not None
-        passes = update_of(backend.gradient_checkpointing, lora) if kind == "update" else SCORE
-        seconds = trained_seconds(shape, self._speed, FITTED, self._lengths, rows, trainer, passes)
+        passes = update_of(backend.gradient_checkpointing, lora, float32) if kind == "update" else SCORE
+        seconds = trained_seconds(shape, speed, FITTED, self._lengths, rows, trainer, passes)
         source = (
             f"{passes.weights:g} passes over {rows * self._lengths.mean:.3g} tokens and {shape.active:.3g} weights on "
-            f"{mesh.ranks} GPUs at {FITTED.compute:.3g} of {self._hardware.flops:g} TFLOP/s"
+            f"{mesh.ranks} GPUs at {FITTED.compute:.3g} of {_tera(speed, float32)}"
         )
-        return StageTime(node.name, kind, seconds, source)
+        return StageTime(node.name, kind, seconds, source, float32)
 
-    def _generate(self, node: Node, shape: Shape, role: str, rows: int) -> StageTime:
+    def _generate(self, node: Node, shape: Shape, role: str, rows: int, speed: Speed) -> StageTime:
         mine: Any = self._graph.bindings[role]
         wide, engines = mine.slots_per_rank, mine.ranks
+        float32 = _float32(self._owner(role))
         limit = getattr(mine, "max_num_seqs", None) or getattr(mine, "max_rows", None) or rows
         cache = self._footprints.footprint(role, node).awake.get("KV cache")
         if cache is not None:
-            limit = min(limit, max(int(cache * wide / (self._lengths.mean * max(shape.cache_bytes, 1))), 1))
+            each = max(shape.cache_bytes, 1) * (2 if float32 else 1)
+            limit = min(limit, max(int(cache * wide / (self._lengths.mean * each)), 1))
         rollout = Rollout(engines, wide, limit)
-        seconds = generated_seconds(shape, self._speed, FITTED, self._lengths, self._prompt, rows, rollout)
+        seconds = generated_seconds(shape, speed, FITTED, self._lengths, self._prompt, rows, rollout)
         layer = FITTED.layer if shape.experts else LAUNCHES
         source = (
             f"{rows} rows in {engines} engines of {limit} at a time, at {BANDWIDTH:.3g} of "
             f"{self._hardware.bandwidth:g} GB/s and {layer * 1e3:.3g} ms a layer"
         )
-        return StageTime(node.name, "generate", seconds, source)
+        return StageTime(node.name, "generate", seconds, source, float32)
 
     def step(self, stages: Iterable[StageTime], lag: int) -> float:
         """The seconds of a step."""
@@ -226,6 +239,22 @@ class _Asked:
             for slot in {slot for host in running for slot in host.slots}:
                 busy[slot] = busy.get(slot, 0.0) + one.seconds
         return max(busy.values(), default=0.0)
+
+
+def by_reason(unknown: Mapping[str, str]) -> str:
+    """Nodes without a predicted time, and why, as one text."""
+    nodes = {why: [node for node, other in unknown.items() if other == why] for why in unknown.values()}
+    return "; ".join(f"{', '.join(some)} ({why})" for why, some in nodes.items())
+
+
+def _float32(backend: Any) -> bool:
+    """Whether a backend computes in float32, the dtype of one that names none."""
+    return getattr(backend, "dtype", "auto") in (None, "float32")
+
+
+def _tera(speed: Speed, float32: bool) -> str:
+    """Operations a second with their unit."""
+    return f"{speed.flops / 1e12:g} TFLOP/s{' of float32' if float32 else ''}"
 
 
 def config_of_backend(backend: Any) -> dict[str, Any]:

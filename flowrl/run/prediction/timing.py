@@ -44,8 +44,8 @@ _POINTS = 64
 
 
 class Speed(NamedTuple):
-    """What the vendor states of a device: dense bfloat16 operations a second, and bytes a second of its memory, of its
-    link to the others of a machine and of its network, in one direction."""
+    """What the vendor states of a device: dense bfloat16 operations a second, and bytes of bfloat16 numbers a second
+    of its memory, of its link to the others of a machine and of its network, in one direction."""
 
     flops: float
     memory: float
@@ -97,12 +97,13 @@ SCORE = Passes(1.0, 1.0, 1.0)
 """A forward pass."""
 
 
-def update_of(checkpoints: bool | int | str, lora: bool) -> Passes:
+def update_of(checkpoints: bool | int | str, lora: bool, float32: bool = False) -> Passes:
     """The passes of an update: forward, the gradients of inputs and of trained weights, and with checkpoints forward
     again, or each n-th layer of it; attention's backward pass is 2.5 forward ones (Dao 2023, arXiv:2307.08691, section
     4.1)."""
     again = 1.0 / checkpoints if isinstance(checkpoints, int) and checkpoints else float(bool(checkpoints))
-    return Passes(2.0 + again + (not lora), 3.5 + again, 2.0 + (0.0 if lora else 2.0))  # float32 gradients count twice
+    reduced = 0.0 if lora else 1.0 if float32 else 2.0  # gradients are float32, with twice the bytes of bfloat16
+    return Passes(2.0 + again + (not lora), 3.5 + again, 2.0 + reduced)
 
 
 @dataclass(frozen=True)

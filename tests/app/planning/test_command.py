@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,7 +77,8 @@ def test_with_mean_lengths_plan_prints_seconds_by_stage(command: Command, traini
         assert re.search(rf"^  {stage}: [\d.e-]+ s\n    \w+: [\d.e-]+ s, {source}", result.out, re.MULTILINE)
     assert re.search(r"^  step, one after another: [\d.e-]+ s$", result.out, re.MULTILINE)
     assert "80 % took 0.44 to 1.29 times what this predicts" in result.out
-    assert "not predicted: ref_log_prob (ref computes in float32, whose speed is not stated)" in result.out
+    assert re.search(r"^    ref_log_prob: .* at 0.385 of 67 TFLOP/s of float32$", result.out, re.MULTILINE)
+    assert "in float32: ref_log_prob, by the stated speed in float32; published steps compute in bfloat16" in result.out
     missing = command("plan", f"{training.parent / 'half.py'}:job", *options)
     assert missing.code == 2 and "Pass them: --prompts 128" in missing.err
 
@@ -88,9 +91,15 @@ def test_costs_of_a_run_replace_the_prediction(command: Command, training: Path)
     assert "of published steps" not in result.out
     plan = ("plan", f"{training}:training", "--costs", "own", "--place", "Colocate(gpus=1)")
     assert "no costs of syncs and turns between processes" in command(*plan).out
-    carried = command(*plan, "--machine", "own", "--machine", "own")
+    shutil.copytree("own", "placed")  # stands in for a run at a place
+    place = {"$type": "flowrl.distributed.place:Colocate"}
+    described = json.loads(Path("placed/run.json").read_text(encoding="utf-8")) | {"place": place}
+    Path("placed/run.json").write_text(json.dumps(described), encoding="utf-8")
+    carried = command(*plan, "--machine", "placed", "--machine", "own")
     assert carried.code == 0 and "no costs of syncs" not in carried.out
     assert re.search(r"^Colocate\(\): a step takes [\d.]+ s \(80 %: [\d.]+ to [\d.]+ s\)$", carried.out, re.MULTILINE)
+    same = command(*plan, "--machine", "own", "--machine", "own")
+    assert same.code == 2 and is_paragraph(same) and "of 1 run(s), 1 were in one process: own." in same.err
 
 
 def test_a_graph_without_backends_is_refused(command: Command) -> None:
@@ -156,10 +165,48 @@ def test_the_best_of_a_search_is_accepted_and_has_the_predicted_numbers(command:
     assert max(peaks) == pytest.approx(float(gib), abs=0.05)
 
 
+def test_the_rank_of_the_unchanged_job_is_printed_also_if_it_does_not_fit(command: Command, training: Path) -> None:
+    search = ("plan", f"{halved(training)}:training", "--search", "--lengths", "mean=40,max=64")
+    ranked = command(*search, "--gpus", "2", "--hardware", "H100").out
+    own = re.search(
+        r"^  the unchanged job has rank (\d+) of (\d+): [\d.]+ s, [\d.]+ GiB at most(?:, [\d.]+ times as long as the "
+        r"best)?: Colocate\(\), rollout: 1 x VLLM$",
+        ranked,
+        re.MULTILINE,
+    )
+    assert own is not None and 1 <= int(own.group(1)) <= int(own.group(2))
+    small = "Hardware(memory=4, flops=989, bandwidth=3350)"
+    unfit = command(*search, "--hardware", small).out
+    assert re.search(
+        r"^  the unchanged job does not fit into the 4.0 GiB of a slot at its peak in \w+: ", unfit, re.MULTILINE
+    )
+
+
+def test_what_a_search_does_not_predict_is_named(command: Command, training: Path) -> None:
+    half = halved(training)
+    half.write_text(
+        half.read_text(encoding="utf-8").replace('TorchScorer(model, dtype="bfloat16")', "TorchScorer(model)")
+    )
+    search = ("plan", f"{half}:training", "--search", "--lengths", "mean=40,max=64", "--hardware")
+    assert "in float32: ref_log_prob, by the stated speed in float32" in command(*search, "H100").out
+    said = command(*search, "Hardware(memory=80, flops=989, bandwidth=3350)").out
+    why = "ref computes in float32, and --hardware states no flops_float32="
+    assert f"NOT predicted for any candidate: ref_log_prob ({why}); candidates are ranked by the other nodes" in said
+    assert "not counted, since they run no model: repeat, reward, group_advantage" in said
+
+
+def test_a_search_without_a_predicted_stage_is_refused(command: Command, training: Path) -> None:
+    hardware = "Hardware(memory=80, flops=989, bandwidth=3350)"
+    result = command("plan", f"{training}:training", "--search", "--lengths", "mean=40,max=64", "--hardware", hardware)
+    assert result.code == 2 and is_paragraph(result) and "states no flops_float32=" in result.err
+    assert "Run the job for a few steps and pass what it measured: --costs RUN." in result.err
+
+
 def test_a_search_ranks_by_measured_costs_of_a_run(command: Command, training: Path) -> None:
     assert command("run", f"{training}:training").code == 0
     said = command("plan", f"{training}:training", "--search", "--costs", "own").out
-    assert re.search(r"^  \d\. [\d.e-]+ s: one process\n     as it is$", said, re.MULTILINE)
+    assert re.search(r"^  \d\. [\d.e-]+ s: one process\n     the unchanged job$", said, re.MULTILINE)
+    assert re.search(r"^  the unchanged job has rank \d of \d: [\d.e-]+ s.*: one process$", said, re.MULTILINE)
     assert re.search(r"^  \d\. [\d.e-]+ s: Colocate\(\)\n     --set 'place=Colocate\(\)'$", said, re.MULTILINE)
     assert "seconds: measured in own" in said and "memory is not checked: pass --hardware" in said
 

@@ -10,19 +10,24 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, LoRA, Mesh, TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.distributed.cluster import slots
+from flowrl.distributed.cluster.slots import Slots
 from flowrl.distributed.place import Colocate, Split
 from flowrl.graphs import grpo
 from flowrl.operators import Sync
 from flowrl.protocols.protocols import BuildContext
+from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.on_ray.conftest import SecondNode
@@ -106,6 +111,36 @@ def test_a_lost_machine_is_named_and_the_run_resumes_on_another(
     close(numbers(resumed.metrics), numbers(local.metrics))
     one, two = (saved(tmp_path / name / "actor") for name in ("local", "ray"))
     assert all(relative(one[name], two[name]) < 1e-5 for name in one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("second_node", [1], indirect=True)
+def test_two_jobs_that_need_both_machines_do_not_wait_for_each_other(
+    second_node: SecondNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has one machine at first; one of them gives it back, and both run, one after the other."""
+    place = Colocate(2, per_machine=1)
+    plans = [ProcessSpec(("actor",), rank, Mesh(fsdp=2), (rank,)) for rank in range(2)]
+    both, mine, reserve = threading.Barrier(2), threading.local(), slots.placement_group
+
+    def one_machine_each(*arguments: Any, **options: Any) -> PlacementGroup:
+        group = reserve(*arguments, **options)
+        if not hasattr(mine, "first"):
+            mine.first = group
+            assert group.wait(60)
+            both.wait(60)
+        return group
+
+    def job() -> int:
+        reserved = Slots(place, plans)
+        nodes = {table["bundles_to_node_id"][0] for table in map(placement_group_table, reserved._groups)}
+        reserved.release()
+        return len(nodes)
+
+    monkeypatch.setattr(slots, "placement_group", one_machine_each)
+    with ThreadPoolExecutor(2) as jobs:
+        found = [jobs.submit(job) for _ in range(2)]
+        assert [one.result() for one in found] == [2, 2]
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl import Colocate, Split
-from flowrl.backends import VLLM, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, MegatronTrainer, Mesh, TorchScorer, TorchTrainer
 from flowrl.graphs import grpo
 from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
@@ -71,9 +71,46 @@ def test_measured_costs_replace_predicted_ones(folder: str) -> None:
     assert not found["generate"].source.startswith("measured")
 
 
-def test_float32_is_not_predicted(folder: str) -> None:
-    found = times(job_of(folder, Colocate(gpus=1), dtype="float32"))
-    assert found.unknown["update_actor"] == "actor computes in float32, whose speed is not stated"
+def test_float32_takes_its_stated_operations_and_twice_the_bytes(folder: str) -> None:
+    def update(dtype: str, hardware: Hardware) -> float:
+        job = job_of(folder, Colocate(gpus=1), dtype=dtype)
+        found = times_of(job, hardware, LIMITS, 200, 64)
+        [one] = [one for one in found.stages if one.node == "update_actor"]
+        assert one.float32 == (dtype == "float32") == ("of float32" in one.source)
+        return one.seconds
+
+    computes = Hardware(80, flops=100, flops_float32=25, bandwidth=1e12)
+    assert update("float32", computes) == pytest.approx(4.0 * update("bfloat16", computes), rel=1e-3)
+    moves = Hardware(80, flops=1e9, flops_float32=1e9, bandwidth=1000)
+    assert update("float32", moves) == pytest.approx(2.0 * update("bfloat16", moves), rel=1e-3)
+
+
+def test_a_float32_engine_is_synced_with_twice_the_bytes(folder: str) -> None:
+    half, full = (
+        job_of(folder, Split(train=1, rollout=1)).edit(bind={"rollout": VLLM(folder, dtype=dtype)})
+        for dtype in ("auto", "float32")
+    )
+    assert times(full).of("sync") == pytest.approx(2.0 * times(half).of("sync"))
+    assert times(full).of("generate") > times(half).of("generate")
+
+
+def test_float32_without_a_stated_speed_is_named(folder: str) -> None:
+    hardware = Hardware(80, flops=989, bandwidth=3350)
+    found = times_of(job_of(folder, Colocate(gpus=1), dtype="float32"), hardware, LIMITS, 200, 64)
+    assert found.unknown["update_actor"] == "actor computes in float32, and --hardware states no flops_float32="
+    assert "update_actor" not in {one.node for one in found.stages}
+
+
+def test_a_pipeline_waits_for_its_first_and_last_stages(folder: str) -> None:
+    """With m micro-batches, p stages are idle (p - 1) / m of the time that they compute."""
+
+    def update(mesh: Mesh) -> float:
+        actor = MegatronTrainer(folder, dtype="bfloat16", mesh=mesh, max_tokens=3200)
+        job = job_of(folder, Colocate(gpus=2)).edit(bind={"actor": actor})
+        return times(job).of("update")
+
+    micro_batches = 64 * 4 * 200 / 3200
+    assert update(Mesh(pipeline=2)) == pytest.approx(update(Mesh()) / 2.0 * (1.0 + 1.0 / micro_batches))
 
 
 def test_hardware_without_speed_and_a_mean_over_the_most_are_refused(folder: str) -> None:

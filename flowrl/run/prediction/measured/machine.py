@@ -12,16 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.data.files import parse_json
+from flowrl.errors import DataError
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.prediction.arithmetic import shape_of
 from flowrl.run.prediction.cost import Cost
-from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.costs import Costs, damaged, read_run
 from flowrl.run.prediction.measured.traces import driver_of, instances, loads_of, warm
 from flowrl.run.prediction.measured.work import Kind, Work
 
@@ -77,20 +78,26 @@ class Machine:
     ranks: Mapping[Kind, Line] = field(default_factory=dict)
 
     @staticmethod
-    def of(alone: str | Path, *others: str | Path) -> Machine:
+    def of(*runs: str | Path) -> Machine:
         """The machine on which a job ran in one process, and at other places.
 
         Args:
-            alone: the run folder of the run in one process.
-            others: the run folders of the same job elsewhere: with two ranks of a trainer, split, split with a lag.
+            runs: the run folders of one job, in any order: of one run in one process, and of others elsewhere: with two
+                ranks of a trainer, split, split with a lag.
 
         Raises:
-            DataError: a folder holds no run.
+            DataError: a folder holds no run with a finished step, or a damaged one; not exactly one run was in one
+                process, or no other; or runs are of different jobs.
         """
+        read = {Path(run): read_run(Path(run)) for run in runs}
+        alone = _alone({run: described["place"] for run, (described, _, _) in read.items()})
+        nodes = _model_nodes(alone, read[alone][0])
+        for run, (described, _, _) in read.items():
+            _refuse_another_job(alone, nodes, run, _model_nodes(run, described))
         costs = Costs.measured(alone)
-        bindings = parse_json((Path(alone) / "run.json").read_bytes())["graph"]["bindings"]
-        weights = weights_of(binding.get("model") for binding in bindings.values())
-        return measured(Elsewhere(Timeline.load(Path(other) / "trace.json"), costs, weights) for other in others)
+        bindings = read[alone][0]["graph"].get("bindings", {}).values()
+        weights = weights_of(binding.get("model") for binding in bindings)
+        return measured(Elsewhere(timeline, costs, weights) for run, (_, timeline, _) in read.items() if run != alone)
 
     def carry(self, costs: Costs, graph: Graph) -> Costs:
         """Costs of one process for a graph, as they are at places on Ray; others contain what they met there."""
@@ -117,6 +124,43 @@ class Machine:
         alone = cost.plus(fixed=self.hosted.get(work.kind, 0.0))
         extra = self.ranks.get(work.kind, Line()).seconds(weights)
         return {1: alone, 2: alone.plus(update=extra) if work.kind == "update" else alone.plus(fixed=extra)}
+
+
+def _alone(places: Mapping[Path, Any]) -> Path:
+    """The run in one process, by the recorded place of each."""
+    alone = [run for run, place in places.items() if place is None]
+    if len(alone) != 1 or len(places) < 2:
+        names = ", ".join(map(str, alone))
+        raise DataError(
+            f"What places cost is measured by one run in one process, and others of the same job at other places; of "
+            f"{len(places)} run(s), {len(alone)} were in one process{f': {names}' if names else ''}. Pass exactly one "
+            f"run of a job without a place, and at least one of the same job with a place.",
+            code="predict.machine-runs",
+            paths=list(map(str, places)),
+            alone=list(map(str, alone)),
+        )
+    return alone[0]
+
+
+def _model_nodes(run: Path, described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recorded operators that run a model, by node."""
+    try:
+        operators = {name: node["operator"] for name, node in described["graph"]["nodes"].items()}
+        return {name: operator for name, operator in operators.items() if Work.recorded(operator).roles}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise damaged(run, error) from error
+
+
+def _refuse_another_job(alone: Path, nodes: Mapping[str, Any], other: Path, others: Mapping[str, Any]) -> None:
+    """Refuse a run whose models do other work; nodes without a model may differ, such as corrections for a lag."""
+    if odd := sorted(name for name in nodes.keys() | others.keys() if nodes.get(name) != others.get(name)):
+        raise DataError(
+            f"{other} ran another job than {alone}: {', '.join(odd)} differ, so their seconds do not compare. Pass "
+            f"runs of one job, which differ only in their places, ranks and lags.",
+            code="predict.another-job",
+            path=other,
+            nodes=odd,
+        )
 
 
 class Elsewhere(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import json
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,6 +15,7 @@ from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.measured.machine import Elsewhere, Line, Machine, measured
 from flowrl.run.prediction.measured.work import Work
 from flowrl.run.prediction.prediction import predict
+from tests.support.errors import raises
 from tests.support.paper import BATCH, Generate, Nodes, PlacedRollout, PlacedTrainer, SyncWeights, Train, graph_of
 
 WORKS = {
@@ -88,6 +91,80 @@ class TestMeasured:
         assert (line.fixed, line.weight) == (pytest.approx(0.1), pytest.approx(0.0002))
         assert Line.of([]) == Line()
         assert Line.of([(1000.0, 0.3), (3000.0, 0.1)]).seconds(2000.0) <= 0.3  # no negative part
+
+
+def run(folder: Path, spans: list[Span], place: Any = None, **operators: Any) -> Path:
+    """The files of a run that `Machine.of` reads."""
+    nodes = {
+        "generate": {"$type": "toys:Generate", "rollout": {"$role": "rollout"}, "max_new_tokens": 8},
+        "train": {"$type": "toys:Train", "actor": {"$role": "actor"}, "ppo_epochs": 1, "mini_batch": None},
+        "sync": {"$type": "toys:Sync", "actor": {"$role": "actor"}, "rollout": {"$role": "rollout"}},
+        **operators,
+    }
+    graph = {"nodes": {name: {"operator": operator} for name, operator in nodes.items()}, "bindings": {}}
+    folder.mkdir()
+    described = {"training": {"prompts": 8}, "place": place, "graph": graph}
+    (folder / "run.json").write_text(json.dumps(described))
+    steps = [{"step": step + 1, "timing/step": 5.0} for step in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    timeline = Timeline()
+    timeline.spans += spans
+    timeline.save(folder / "trace.json")
+    return folder
+
+
+PLACE = {"$type": "flowrl.distributed.place:Split", "train": 1, "rollout": 1}
+
+
+def alone_step(step: int) -> list[Span]:
+    """A step in one process: nodes one after another."""
+    at = 10.0 * step
+    seconds = {"generate": 2.0, "train": 1.0, "sync": 0.1}
+    starts = {"generate": at, "train": at + 2.01, "sync": at + 3.02}
+    return [node(name, "local", step, starts[name], seconds[name]) for name in seconds]
+
+
+class TestOf:
+    SPLIT: ClassVar[list[Span]] = [span for step in range(4) for span in split(step)]
+    ALONE: ClassVar[list[Span]] = [span for step in range(4) for span in alone_step(step)]
+
+    def test_runs_are_given_in_any_order(self, tmp_path: Path) -> None:
+        alone, placed = run(tmp_path / "alone", self.ALONE), run(tmp_path / "placed", self.SPLIT, PLACE)
+        machine = Machine.of(alone, placed)
+        assert machine.hosted == pytest.approx({"generate": 1.1, "update": 1.1})
+        assert machine.sync.seconds(1.0) == pytest.approx(0.4)
+        assert Machine.of(placed, str(alone)) == machine
+
+    def test_exactly_one_run_is_in_one_process(self, tmp_path: Path) -> None:
+        alone, again = run(tmp_path / "alone", self.ALONE), run(tmp_path / "again", self.ALONE)
+        placed, other = (run(tmp_path / name, self.SPLIT, PLACE) for name in ("placed", "other"))
+        for runs, found in (((placed, other), []), ((alone, again, placed), [str(alone), str(again)])):
+            with raises("predict.machine-runs", alone=tuple(found)):
+                Machine.of(*runs)
+        for runs in ((alone,), (alone, alone)):
+            with raises("predict.machine-runs", paths=(str(alone),)):
+                Machine.of(*runs)
+
+    def test_a_run_of_another_job_is_refused(self, tmp_path: Path) -> None:
+        alone = run(tmp_path / "alone", self.ALONE)
+        longer = {"$type": "toys:Generate", "rollout": {"$role": "rollout"}, "max_new_tokens": 16}
+        other = run(tmp_path / "other", self.SPLIT, PLACE, generate=longer, score={"ref": {"$role": "ref"}})
+        with raises("predict.another-job", path=str(other), nodes=("generate", "score")):
+            Machine.of(other, alone)
+        corrected = run(tmp_path / "corrected", self.SPLIT, PLACE, correction={"$type": "toys:Correction"})
+        assert Machine.of(alone, corrected).hosted  # as a lag needs
+
+    def test_a_folder_without_a_run_or_a_damaged_one_is_refused(self, tmp_path: Path) -> None:
+        alone, placed = run(tmp_path / "alone", self.ALONE), run(tmp_path / "placed", self.SPLIT, PLACE)
+        with raises("predict.no-run", path=str(tmp_path / "none"), missing="run.json"):
+            Machine.of(alone, tmp_path / "none")
+        (placed / "trace.json").unlink()
+        with raises("predict.no-run", path=str(placed), missing="trace.json"):
+            Machine.of(alone, placed)
+        described = json.loads((alone / "run.json").read_text())
+        (alone / "run.json").write_text(json.dumps({**described, "graph": None}))
+        with raises("run.damaged", path=str(alone / "run.json")):
+            Machine.of(alone, run(tmp_path / "whole", self.SPLIT, PLACE))
 
 
 class TestCarry:
