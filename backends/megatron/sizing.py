@@ -138,17 +138,24 @@ class _Stage:
     def _traced(self, trains: bool) -> Peaks:
         model = Model(self.spec.model, attention="eager", tensor=self.mesh.tensor, layers=self.layers)
         checkpoints = bool(self.spec.gradient_checkpointing) and trains
-        return _peaks(model, self._batch, Run(False, trains, checkpoints), self.spec.dtype)
+        found = _peaks(model, self._batch, Run(False, trains, checkpoints), self.spec.dtype)
+        # megatron-core adds an offset, 0, to the up projection, which is another tensor for the product with the gate
+        more = self.width * self._batch.positions * int(self.config.intermediate_size) // self.mesh.tensor
+        kept = (self.layers if trains and not checkpoints else 1) * more
+        saved = kept if trains and not checkpoints else 0
+        return Peaks(found.saved + saved, found.forward + kept, found.last + kept, found.rest + kept)
 
     def _passes(self) -> Iterator[dict[str, int]]:
         """The moments of a micro-batch, while others are in flight: in the forward pass, at the head, in the backward
         pass of the layers and of the embedding."""
         peaks = self._traced(trains=True)
-        others = (self._in_flight - 1) * peaks.saved
-        tied = self._head.gradient if self.first and self.last and self.config.tie_word_embeddings else 0
+        others, head = (self._in_flight - 1) * peaks.saved, self._head
+        gradient = self.width * head.vocabulary * head.hidden
+        tied = gradient * bool(self.first and self.last and self.config.tie_word_embeddings)
+        narrow = 0 if self.width == FLOAT else gradient + self.width * head.tokens * head.hidden  # rounded copies
         yield {"activations": others + peaks.forward}
         if self.last:
-            yield {"activations": others + peaks.saved, "logits": self._head.backward}
+            yield {"activations": others + peaks.saved, "logits": head.backward + narrow}
         yield {"activations": others + peaks.last, "logits": tied}
         if self.first:
             yield {"activations": others + peaks.rest, "logits": tied}
@@ -166,12 +173,15 @@ class _Stage:
 
     def _send(self) -> Parts:
         """A sync: all processes add up a bucket while the one before is still read, and one of them packs a bucket."""
-        most = before = 0
+        most = before = packed = 0
+        narrow, streams = self.demand.sent_in != "float32", self.demand.transport != "object store"
         for bucket in in_buckets([("", _Sized(size)) for size in self._sent], BUCKET_BYTES):  # type: ignore[misc]
-            size = sum(one.nbytes for _, one in bucket)
-            most, before = max(most, before + size), size
-        packed = max(BUCKET_BYTES, *self._sent) if self.demand.transport != "object store" else 0
-        return {"sync buckets": most + packed}
+            sizes = [one.nbytes for _, one in bucket]
+            rounded = max(sizes) * narrow // self.mesh.tensor
+            most = max(most, before + sum(sizes) + rounded + packed)
+            packed = max(packed, BUCKET_BYTES, *sizes) * streams
+            most, before = max(most, before + sum(sizes) + packed), sum(sizes)
+        return {"sync buckets": most}
 
 
 class _Sized:

@@ -133,23 +133,25 @@ class _Live:
             for together in ([piece] for piece in run) if converted else [list(run)]:
                 shards, held = [shard for piece in together for shard in piece.shards], 0
                 ahead = iter([*(shard.rounded for shard in shards[1:]), 0])
-                for bucket in in_buckets([("", shard) for shard in shards], self._limit):  # type: ignore[misc]
-                    each: list[Shard] = [shard for _, shard in bucket]  # type: ignore[misc]
-                    rounded = sum(shard.rounded for shard in each) + [next(ahead) for _ in each][-1]
+                buckets = in_buckets([("", shard) for shard in shards], self._limit)  # type: ignore[misc]
+                each: list[list[Shard]] = [[shard for _, shard in bucket] for bucket in buckets]  # type: ignore[misc]
+                for number, bucket in enumerate(each, 1):
+                    rounded = sum(shard.rounded for shard in bucket) + [next(ahead) for _ in bucket][-1]
                     self._add(rounded)
-                    with self._gathering(each, _sizes(each)) as take:
-                        for shard in each:
+                    with self._gathering(bucket, _sizes(bucket)) as take:
+                        for shard in bucket:
                             if converted:
                                 held += take(shard)
                             else:
                                 self._send(Piece((shard,), False), take(shard))
-                    rows = [shard for shard in each if not shard.cut]
-                    view = self._members[0] * rows[0].own if rows == each[-1:] else 0  # and so all that was gathered
+                        if converted and number == len(each):
+                            self._send(together[0], held)
+                    rows = [shard for shard in bucket if not shard.cut]
+                    view = self._members[0] * rows[0].own if rows == bucket[-1:] else 0  # and so all that was gathered
+                    view *= not converted or number < len(each)
                     self.now += view - rounded
                     held += view * converted
                     self._kept += view * (not converted)
-                if converted:
-                    self._send(together[0], held)
 
     @contextmanager
     def _gathering(self, shards: Sequence[Shard], packed: Sequence[int]) -> Iterator[Callable[[Shard], int]]:

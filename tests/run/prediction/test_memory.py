@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from flowrl import Colocate, PromptData, Split
-from flowrl.backends import VLLM, LoRA, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, LoRA, Mesh, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.torch.optimizers import streamed
 from flowrl.backends.torch.sizing import training
+from flowrl.backends.torch.sizing.sending import sending_bytes
+from flowrl.backends.torch.sizing.weights import Model
 from flowrl.graphs import grpo
 from flowrl.protocols.footprint import CUDA_BYTES, GIB
 from flowrl.run.prediction.fitting import cheapest
@@ -95,9 +97,7 @@ def test_split_slots_are_their_own(folder: str) -> None:
     assert "rollout" not in [one.process for one in memory.peaks[0].alive]
 
 
-def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "BUCKET_BYTES", 1 << 16)
 
     def sent(engine: Any) -> int:
@@ -107,6 +107,14 @@ def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(
     one, half = (sent(TorchRollout(folder, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert 0.5 * one <= half < 0.7 * one  # vectors are not rounded, and shards are there twice
     assert sent(VLLM(folder)) == half
+
+
+def test_neighbors_send_all_weights_and_other_processes_a_share(folder: str) -> None:
+    """By CUDA IPC, each process of a trainer sends to the engine on its device."""
+    for place, transport in ((Colocate(gpus=2), "cuda ipc"), (Split(train=2, rollout=2), "nccl")):
+        job = job_of(folder, place, VLLM(folder, ranks=2, memory_fraction=0.5), ranks=2)
+        found = stage(memory_of(job, Hardware(80), LIMITS, 8), "sync").alive[0].parts["sync buckets"]
+        assert found == sending_bytes(Model(folder), Mesh(fsdp=2), BUCKET_BYTES, "bfloat16", transport)
 
 
 def test_stated_memory_stands_for_the_prediction_and_an_unknown_backend_is_named(folder: str) -> None:

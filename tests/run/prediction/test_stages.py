@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl import Colocate, Split
-from flowrl.backends import VLLM, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, MegatronTrainer, Mesh, TorchScorer, TorchTrainer
 from flowrl.graphs import grpo
 from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
@@ -69,6 +69,18 @@ def test_measured_costs_replace_predicted_ones(folder: str) -> None:
     assert found["update_actor"].seconds == 7.0 + 0.5 * 64 * 4
     assert found["update_actor"].source == "measured in runs/first"
     assert not found["generate"].source.startswith("measured")
+
+
+def test_stages_of_a_pipeline_wait_once_in_each_mini_batch(folder: str) -> None:
+    """Of m micro-batches on p stages (p - 1) / (m + p - 1) of the time (Narayanan et al. 2021, section 2.2.1)."""
+
+    def seconds(**axes: int) -> Times:
+        actor = MegatronTrainer(folder, dtype="bfloat16", mesh=Mesh(**axes), max_tokens=800)
+        graph = grpo(digits, n=4, max_new_tokens=192, mini_batch=64, kl_coef=0.0)
+        return times(graph.bind(actor=actor, rollout=VLLM(folder), place=Colocate(gpus=2)))
+
+    copies, stages = seconds(replicate=2), seconds(pipeline=2)  # of 64 rows of 200 tokens: 16 micro-batches of 4
+    assert stages.of("update") == pytest.approx(copies.of("update") * 17 / 16)
 
 
 def test_float32_is_not_predicted(folder: str) -> None:

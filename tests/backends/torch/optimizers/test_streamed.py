@@ -1,5 +1,5 @@
-"""Tests of `streamed.py`: a step of some parameters at a time takes their states only, and so does a loaded state; `test_memory.py` in
-``tests/backends/torch/meshes`` has the results."""
+"""Tests of `streamed.py`: a step of some parameters at a time takes their states only, and so does a loaded state;
+`test_memory.py` in ``tests/backends/torch/meshes`` has the results."""
 
 from __future__ import annotations
 

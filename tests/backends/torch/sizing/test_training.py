@@ -1,5 +1,5 @@
-"""Tests of `training.py`, `sending.py`, `steps.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the predicted memory
-of a trainer is that of a real update on this CPU.
+"""Tests of `training.py`, `sending.py`, `steps.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the
+predicted memory of a trainer is that of a real update on this CPU.
 
 Weights, gradients and optimizer states are exact; activations and logits are within 10 %, which `counting.py` counts
 another way: it asks all storages for their size after every operation, where the prediction runs without data.
