@@ -75,7 +75,7 @@ class Steps(NamedTuple):
         """Bytes of what the step of some parameters makes and frees."""
         if self._eight_bit:
             # a parameter at a time: compiled on a GPU; on a CPU two states and their new ones, the change and its root
-            return 0 if self.device == "cuda" else 5 * FLOAT * max(one.numbers(self.mesh) for one in stepped)
+            return 0 if self.device == "cuda" else 6 * FLOAT * max(one.numbers(self.mesh) for one in stepped)
         # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
         foreach = self.sharded or self.device == "cuda"
         copied = [one for one in stepped if foreach and len(self._keys(one)) > 1]
@@ -121,7 +121,8 @@ def _by_muon(one: Weight) -> bool:
 
 
 def _muon(one: _Whole) -> int:
-    """Bytes of the iteration on a whole matrix: its float32, its bfloat16 and three more, and two squares."""
+    """Bytes of the iteration on a whole matrix: its float32, its bfloat16 and one more, two if it is tall, and two
+    squares."""
     rows, columns = one.weight.shape[-2:]
     numbers = one.parts * one.weight.numbers()
-    return numbers * (FLOAT + 4 * 2) + 2 * 2 * numbers // max(rows, columns) * min(rows, columns)
+    return numbers * (FLOAT + 2 * (2 + (rows > columns))) + 2 * 2 * numbers // max(rows, columns) * min(rows, columns)

@@ -152,7 +152,8 @@ def step(engine: Any) -> int:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    states = [part for state in optimizer.state.values() for value in state.values() for part in parts_of(value)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    states += [part for value in states for part in parts_of(value)]
     counter = Allocations()
     counter.ignore(*parameters, *(parameter.grad for parameter in parameters), *states)
     with counter:
