@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 
 def footprint_of(spec: Any, demand: Demand) -> Footprint:
     """The footprint of the process that takes the most in an update: the first stage has the embedding and the most
-    micro-batches in flight, and the last one the head."""
-    stages = [_Stage(spec, demand, number) for number in sorted({0, spec.geometry.pipeline - 1})]
-    return max((stage.footprint() for stage in stages), key=_most)
+    micro-batches in flight, and the last one the head. Scores take what they do on the stage where this is the most."""
+    numbers = sorted({0, spec.geometry.pipeline - 1})
+    stages = [_Stage(spec, demand, number).footprint() for number in numbers]
+    most, score = max(stages, key=_most), largest(*(stage.calls["score"] for stage in stages))
+    return replace(most, calls={**most.calls, "score": score})
 
 
 def _most(footprint: Footprint) -> int:
