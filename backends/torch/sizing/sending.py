@@ -108,7 +108,7 @@ class _Live:
 
     def __init__(self, mesh: Mesh, limit: int, transport: str, device: str) -> None:
         self.now = self.most = 0
-        self._members, self._limit = [mesh.fsdp, mesh.ranks // mesh.replicate], limit
+        self._members, self._limit = [len(mesh.together(axis)[0]) for axis in _AXES], limit
         self._buffered = transport != "object store"
         self._keeps = transport == "object store" and device == "cpu"  # tensors of a bucket until it is stored
         self._buffer = self._kept = self._room = 0
