@@ -166,6 +166,8 @@ class Stage:
 
     def begin(self) -> None:
         """Set all gradients to 0; they add up in float32."""
+        for shard in self.shards.values():
+            shard.grad = None  # before there are two
         for parameter in self.module.parameters():
             self._gradients[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.dtype == torch.float32:

@@ -70,9 +70,11 @@ class MegatronTrainer(TrainedSpec):
                 setting=name,
             )
 
-    def footprint(self, demand: Demand) -> Footprint | None:
-        """None: its memory is not predicted."""
-        return None
+    def footprint(self, demand: Demand) -> Footprint:
+        """See `Backend.footprint`."""
+        from flowrl.backends.megatron.sizing import footprint_of  # here, since it runs a model
+
+        return footprint_of(self, demand)
 
     def _refuse_unfit(self, folder: str) -> None:
         config = configuration(folder)

@@ -55,6 +55,7 @@ class Demand:
         owner: the backend whose weights the engine shares; None if it has its own.
         sent_in: the dtype that matrices are rounded to before they are sent; see `Backend.synced_dtype`.
         adapter: only an adapter is sent; see `Backend.receives`.
+        transport: of a sync; see `flowrl.sync.route.choose`.
     """
 
     prompt: int
@@ -68,6 +69,7 @@ class Demand:
     owner: Any = None
     sent_in: str = "float32"
     adapter: bool = False
+    transport: str = "nccl"
 
     @property
     def tokens(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from flowrl.backends.torch.optimizers.specs import AdamW, Muon, Optimizer, is_matrix
 from flowrl.backends.torch.optimizers.streamed import Offload, buckets
 from flowrl.backends.torch.sizing.weights import FLOAT, Weight, Weights
 from flowrl.protocols.mesh import Mesh
+from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 
 _BLOCK = 256
 """As `flowrl.backends.torch.optimizers.eight_bit.BLOCK`, which imports torchao."""
@@ -74,31 +75,54 @@ class Steps(NamedTuple):
         """Bytes of what the step of some parameters makes and frees."""
         if self._eight_bit:
             # a parameter at a time: compiled on a GPU; on a CPU two states and their new ones, the change and its root
-            return 0 if self.device == "cuda" else 5 * FLOAT * max(one.numbers(self.mesh) for one in stepped)
+            return 0 if self.device == "cuda" else 6 * FLOAT * max(one.numbers(self.mesh) for one in stepped)
         # torch's foreach implementation makes a copy of a state for all parameters; it is torch's default on a GPU
         foreach = self.sharded or self.device == "cuda"
         copied = [one for one in stepped if foreach and len(self._keys(one)) > 1]
         found = FLOAT * sum(one.numbers(self.mesh) for one in copied)
         if isinstance(self.optimizer, Muon):
-            return max(found, max((_muon(one) for one in stepped if _by_muon(one)), default=0))
+            return max(found, self._iterations([one for one in stepped if _by_muon(one)]))
+        return found
+
+    def _iterations(self, matrices: Sequence[Weight]) -> int:
+        """Bytes of Muon's iterations on whole matrices, one after the other. Processes that share them gather them in
+        buckets: their shards, which are also packed, all of a bucket, and a copy of one and of the one before."""
+        parts = [self.mesh.expert if one.expert else self.mesh.tensor for one in matrices]
+        wholes = [_Whole(one, part) for one, part in zip(matrices, parts, strict=True)]
+        if not self.sharded:
+            return max((_muon(whole) for whole in wholes), default=0)
+        found = 0
+        for bucket in in_buckets([("", whole) for whole in wholes], BUCKET_BYTES):  # type: ignore[misc]
+            each: list[_Whole] = [whole for _, whole in bucket]  # type: ignore[misc]
+            own, whole = (sum(sizes) for sizes in zip(*((one.own(self.mesh), one.nbytes) for one in each), strict=True))
+            largest = max(each, key=_muon)
+            copies = (1 + (largest.parts > 1)) * largest.nbytes if len(each) > 1 else 0
+            found = max(found, whole + own + max(own, copies + _muon(largest)))
         return found
 
 
 class _Whole(NamedTuple):
-    """A parameter of which only the size counts."""
+    """A parameter of which only the size counts, in `parts` on an axis."""
 
     weight: Weight
+    parts: int = 1
 
     @property
     def nbytes(self) -> int:
-        return FLOAT * self.weight.numbers()
+        return FLOAT * self.parts * self.weight.numbers()
+
+    def own(self, mesh: Mesh) -> int:
+        """Bytes of a process's shard."""
+        return FLOAT * self.weight.numbers(mesh)
 
 
 def _by_muon(one: Weight) -> bool:
     return isinstance(one.group, int) and is_matrix(one.shape)
 
 
-def _muon(one: Weight) -> int:
-    """Bytes of the iteration on a whole matrix: its float32, its bfloat16 and three more, and two squares."""
-    rows, columns = one.shape[-2:]
-    return one.numbers() * (FLOAT + 4 * 2) + 2 * 2 * one.numbers() // max(rows, columns) * min(rows, columns)
+def _muon(one: _Whole) -> int:
+    """Bytes of the iteration on a whole matrix: its float32, its bfloat16 and one more, two if it is tall, and two
+    squares."""
+    rows, columns = one.weight.shape[-2:]
+    numbers = one.parts * one.weight.numbers()
+    return numbers * (FLOAT + 2 * (2 + (rows > columns))) + 2 * 2 * numbers // max(rows, columns) * min(rows, columns)

@@ -11,9 +11,10 @@ from flowrl.backends.torch.optimizers.specs import Optimizer
 from flowrl.backends.torch.score.blocks import Checkpointing
 from flowrl.backends.torch.score.rows import Budget
 from flowrl.backends.torch.sizing.logits import Head
+from flowrl.backends.torch.sizing.sending import sending_bytes
 from flowrl.backends.torch.sizing.steps import Steps
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run
-from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, gathering_bytes, peaks_of, weights_of
+from flowrl.backends.torch.sizing.weights import FLOAT, Model, Weights, peaks_of, weights_of
 from flowrl.protocols.footprint import CUDA_BYTES, Call, Demand, Footprint, Parts, largest
 from flowrl.protocols.mesh import Mesh
 from flowrl.sync.buckets import BUCKET_BYTES
@@ -174,9 +175,10 @@ class Engine:
         """A sync's gathering of shards, and a bucket."""
         if not (sizes := self._sent()):
             return {}
-        bucket = min(max(BUCKET_BYTES, *sizes), sum(sizes))
-        if not self.sharded:
-            return {"sync buckets": bucket}
-        if self.demand.adapter:  # small, and in float32: a bucket and its shards
-            return {"sync buckets": 3 * bucket}
-        return {"sync buckets": gathering_bytes(self.model, self.mesh, BUCKET_BYTES, self.demand.sent_in) + bucket}
+        asked = self.demand
+        if asked.adapter:  # with its shards and what is gathered of it, which are small
+            packed = sum(sizes) if asked.transport == "object store" else BUCKET_BYTES
+            return {"sync buckets": packed + 2 * self.sharded * sum(sizes)}
+        mesh = self.mesh if self.sharded else None
+        found = sending_bytes(self.model, mesh, BUCKET_BYTES, asked.sent_in, asked.transport, asked.device)
+        return {"sync buckets": found}

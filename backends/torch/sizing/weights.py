@@ -6,8 +6,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from flowrl.backends.torch.sizing.experts import cut_experts
 from flowrl.backends.torch.sizing.trace import MicroBatch, Peaks, Run, gathered_narrow, trace
 from flowrl.backends.torch.train.expert_parallel import layers_of_experts
 from flowrl.protocols.mesh import Mesh
-from flowrl.sync.buckets import in_buckets
 from flowrl.sync.pieces import in_pieces
 from flowrl.sync.weight_selection import rounds
 
@@ -58,6 +56,7 @@ class Model(NamedTuple):
             vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
         expert: the processes that have the experts of a layer together, of which this is the first; `tensor` then does
             not split these.
+        layers: the first ones, which a stage of a pipeline has; None is all.
     """
 
     folder: str
@@ -66,6 +65,7 @@ class Model(NamedTuple):
     attention: Any = None
     tensor: int = 1
     expert: int = 1
+    layers: int | None = None
 
     def skeleton(self) -> PreTrainedModel:
         """The model without storage."""
@@ -78,17 +78,22 @@ class Model(NamedTuple):
         return lm
 
     def _share(self) -> dict[str, Any]:
-        """The entries of ``config.json`` that `tensor` divides, divided."""
-        if self.tensor == 1:
+        """The entries of ``config.json`` that `tensor` divides, divided, and those of `layers`."""
+        if self.tensor == 1 and self.layers is None:
             return {}
         with open(os.path.join(self.folder, "config.json"), encoding="utf-8") as file:
             found = json.load(file)
+        layers = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        if self.layers is not None and found.get("layer_types"):
+            layers["layer_types"] = found["layer_types"][: self.layers]
+        if self.tensor == 1:
+            return layers
         split = [name for name in _SPLIT if isinstance(found.get(name), int)]
         if self.expert > 1:
             split.remove("moe_intermediate_size" if "moe_intermediate_size" in split else "intermediate_size")
         sizes = {name: -(-found[name] // self.tensor) for name in split}
         size = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
-        return {**sizes, "head_dim": size, "pad_token_id": None}
+        return {**sizes, **layers, "head_dim": size, "pad_token_id": None}
 
 
 class Weight(NamedTuple):
@@ -222,61 +227,3 @@ def _sent(lm: PreTrainedModel, adapted: bool) -> tuple[Sent, ...]:
 def peaks_of(model: Model, batch: MicroBatch, run: Run) -> Peaks:
     """The activations of a model; see `trace`."""
     return trace(model.skeleton(), batch, run)
-
-
-def gathering_bytes(model: Model, mesh: Mesh, limit: int, dtype: str = "float32") -> int:
-    """The most bytes while the weights of a model on `mesh`, for an engine in `dtype`, are gathered in buckets; see
-    `flowrl.backends.torch.train.shards.gathered_weights`.
-
-    They are a bucket, the shards that it is gathered from, and these and the next one rounded, while the bucket before
-    is still read. Those that are converted stay until the largest is copied. A weight that the axis ``tensor`` or
-    ``expert`` cuts is copied from its parts.
-    """
-    own = weights_of(model._replace(tensor=mesh.tensor, expert=mesh.expert)).sent
-    every = zip(weights_of(model._replace(tensor=1, expert=1)).sent, own, strict=True)
-    most = 0
-    for converted, run in groupby(every, lambda both: both[0].converted):
-        for together in ([both] for both in run) if converted else [list(run)]:
-            shards = [
-                _Shard(whole, part, one.width(dtype), mesh)
-                for one, mine in together
-                for whole, part in zip(one.shapes, mine.shapes, strict=True)
-            ]
-            most = max(most, _gathered(shards, limit, converted))
-    return most
-
-
-def _gathered(shards: Sequence[_Shard], limit: int, converted: bool) -> int:
-    """The most bytes while these are gathered one after the other."""
-    most = before = 0
-    coming = iter([*(shard.rounded for shard in shards[1:]), 0])
-    for bucket in in_buckets([("", shard) for shard in shards], limit):  # type: ignore[misc]
-        each: list[_Shard] = [shard for _, shard in bucket]  # type: ignore[misc]
-        ahead = [next(coming) for _ in each][-1]
-        full, rounded = sum(shard.gathered for shard in each), sum(shard.rounded for shard in each)
-        copied = max(sum(shard.own for shard in each), *(shard.copied for shard in each))
-        most = max(most, before + full + rounded + ahead + copied)
-        before = before * converted + full
-    return max(most, converted * (before + max(shard.nbytes for shard in shards)))
-
-
-class _Shard:
-    """A tensor of which only sizes count, in bytes of `width` a number: of the whole, of a process's part, and of all
-    parts.
-
-    Args:
-        whole, part: its shape, and that of the part that the axes ``tensor`` and ``expert`` cut for a process.
-    """
-
-    def __init__(self, whole: tuple[int, ...], part: tuple[int, ...], width: int, mesh: Mesh) -> None:
-        cut = whole != part
-        weight = Weight(part, False, 0, expert=cut and mesh.expert > 1 and _cut_first(whole, part))
-        self.nbytes, self.own = width * math.prod(whole), width * weight.numbers(mesh)
-        self.gathered = self.own * (mesh.fsdp * mesh.tensor if cut else mesh.fsdp)
-        self.copied = self.nbytes * cut
-        self.rounded = self.own * (width < FLOAT)
-
-
-def _cut_first(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
-    """Whether only the first axis is cut, that counts the experts."""
-    return len(whole) == 3 and whole[1:] == part[1:]

@@ -249,9 +249,9 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state`, bit for bit; raises `DataError` if it is of another model."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._names.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
-        if shapes != found:
-            other = sorted({name for name, _ in shapes.items() ^ found.items()})
+        given = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
+        if shapes != given:
+            other = sorted({name for name, _ in shapes.items() ^ given.items()})
             raise DataError(
                 f"The state has weights of another model than this {self._prefix}: {len(other)} differ in name or "
                 f"shape, such as {', '.join(other[:3])}. Bind the model folder that the state was trained from.",
@@ -280,11 +280,17 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self._names.items():
                 parameter.copy_(state["weights"][name])
-        # A copy, since torch would use the caller's tensors.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        if isinstance(self._stepped, Streamed):  # torch moves states to their parameters
-            for stepped, found in self.optimizer.state.items():
-                self.optimizer.state[stepped] = self._stepped.at_rest(found)
+        found: dict[str, Any] = state["optimizer"]
+        if isinstance(self._stepped, Streamed):  # torch would move all states to their parameters
+            self.optimizer.load_state_dict(copy.deepcopy(found | {"state": {}}))
+            numbers = [number for group in found["param_groups"] for number in group["params"]]
+            stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            for number, parameter in zip(numbers, stepped, strict=True):
+                if number in found["state"]:
+                    one = copy.deepcopy(found["state"][number])
+                    self.optimizer.state[parameter] = self._stepped.at_rest(one)
+        else:  # a copy, since torch would use the caller's tensors
+            self.optimizer.load_state_dict(copy.deepcopy(found))
         self._steps, self.version = int(state["steps"]), int(state["version"])
 
     def save_checkpoint(self, folder: str) -> None:

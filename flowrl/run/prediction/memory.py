@@ -20,6 +20,7 @@ from flowrl.run.placement.placement import processes_of
 from flowrl.run.prediction.hardware import Hardware
 from flowrl.run.training.job import Job
 from flowrl.spec import parameters
+from flowrl.sync.route import Location, choose
 
 
 class RowLimits(NamedTuple):
@@ -115,7 +116,7 @@ def memory_of(job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int
     """
     graph = job.runs
     hosts = hosts_of(job)
-    asked = Footprints(graph, hardware, limits, prompts, job.place is None)
+    asked = Footprints(job, hardware, limits, prompts)
     stages: list[Stage] = []
     for node in Plan(graph).order:
         if not node.roles:
@@ -148,11 +149,10 @@ def _moments(node: Node, hosts: Sequence[ProcessSpec], job: Job[Any]) -> list[li
 class Footprints:
     """The footprints of a job's engines; `unknown` are roles whose backends predict none."""
 
-    def __init__(
-        self, graph: Graph, hardware: Hardware, limits: RowLimits, prompts: int | None, in_process: bool
-    ) -> None:
-        self._graph, self._hardware, self._limits, self._prompts = graph, hardware, limits, prompts
-        self._in_process = in_process
+    def __init__(self, job: Job[Any], hardware: Hardware, limits: RowLimits, prompts: int | None) -> None:
+        self._job, self._graph = job, job.runs
+        self._hardware, self._limits, self._prompts = hardware, limits, prompts
+        self._in_process = job.place is None
         self.unknown: set[str] = set()
         self._found: dict[tuple[str, str], Footprint] = {}
 
@@ -200,7 +200,20 @@ class Footprints:
             owner=None if backend.shares is None else self._graph.bindings[backend.shares],
             sent_in=self._graph.bindings[node.writes[0]].synced_dtype if transfers(node) else "float32",
             adapter=transfers(node) and self._graph.bindings[node.writes[0]].receives == "adapter_weights",
+            transport=self._transport(node) if transfers(node) and not self._in_process else "in process",
         )
+
+    def _transport(self, node: Node) -> str:
+        """The transport of a sync, as `flowrl.distributed.delivery.Delivery` chooses it."""
+        hosts, is_cuda = hosts_of(self._job), self._hardware.device == "cuda"
+        sides = [[host for host in hosts if set(host.roles) & set(roles)] for roles in (node.reads, node.writes)]
+        places = [
+            [Location("", hosts.index(host), tuple(map(str, host.slots)) if is_cuda else ()) for host in side]
+            for side in sides
+        ]
+        found, _ = choose(*places)
+        together = fit_together(self._job.graph.bindings, getattr(self._job.place, "memory", None), *sides)
+        return found if together or found != "cuda ipc" else "object store"
 
 
 def call_of(graph: Graph, role: str, node: Node, in_process: bool) -> Call | None:

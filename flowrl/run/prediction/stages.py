@@ -133,7 +133,7 @@ class _Asked:
         self._hardware, self._speed, self._lengths, self._prompts = hardware, speed, lengths, prompts
         self._prompt = limits.prompt * lengths.mean / max(lengths.longest, 1)
         self._response = limits.response
-        self._footprints = Footprints(self._graph, hardware, limits, prompts, self._in_process)
+        self._footprints = Footprints(job, hardware, limits, prompts)
 
     def measured(self, node: Node, costs: Costs) -> StageTime | None:
         """A node by its measured cost; None if it has none, or no role."""
@@ -195,12 +195,15 @@ class _Asked:
     def _train(self, node: Node, shape: Shape, backend: Any, kind: Kind, rows: int, speed: Speed) -> StageTime:
         mesh, float32 = backend.geometry, _float32(backend)
         repeats = getattr(node.operator, "ppo_epochs", 1) if kind == "update" else 1
+        steps = repeats * -(-rows // (getattr(node.operator, "mini_batch", None) or rows)) if kind == "update" else 1
         rows *= repeats
         budget = getattr(backend, "max_tokens", None) or MICRO_BATCH[self._hardware.device]
         micro_batches = max(rows * self._lengths.mean / mesh.data_ranks / (budget * mesh.context), 1.0)
-        idle = (mesh.pipeline - 1) / (micro_batches + mesh.pipeline - 1)  # Narayanan et al. 2021, section 2.2
-        axes = {"pipeline": mesh.pipeline, "expert": mesh.expert}
-        trainer = Trainer(mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE, idle, **axes)
+        waits = mesh.pipeline - 1  # a stage waits so many micro-batches of each mini-batch (arXiv:2104.04473, 2.2.1)
+        idle = waits / (max(micro_batches / steps, 1.0) + waits)
+        trainer = Trainer(
+            mesh.ranks, mesh.fsdp, mesh.tensor, micro_batches, MACHINE, idle, mesh.pipeline, expert=mesh.expert
+        )
         lora = getattr(backend, "lora", None) is not None
         passes = update_of(backend.gradient_checkpointing, lora, float32) if kind == "update" else SCORE
         seconds = trained_seconds(shape, speed, FITTED, self._lengths, rows, trainer, passes)
@@ -208,6 +211,7 @@ class _Asked:
             f"{passes.weights:g} passes over {rows * self._lengths.mean:.3g} tokens and {shape.active:.3g} weights on "
             f"{mesh.ranks} GPUs at {FITTED.compute:.3g} of {_tera(speed, float32)}"
         )
+        source += f", of which stages wait {idle:.0%}" if idle else ""
         return StageTime(node.name, kind, seconds, source, float32)
 
     def _generate(self, node: Node, shape: Shape, role: str, rows: int, speed: Speed) -> StageTime:

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from flowrl import Colocate, PromptData, Split
-from flowrl.backends import VLLM, LoRA, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, LoRA, Mesh, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.torch.optimizers import streamed
+from flowrl.backends.torch.sizing import training
+from flowrl.backends.torch.sizing.sending import sending_bytes
+from flowrl.backends.torch.sizing.weights import Model
 from flowrl.graphs import grpo
 from flowrl.protocols.footprint import CUDA_BYTES, GIB
 from flowrl.run.prediction.fitting import cheapest
 from flowrl.run.prediction.hardware import HARDWARE, Hardware, hardware_of
 from flowrl.run.prediction.memory import Memory, RowLimits, Stage, limits_of, memory_of
+from flowrl.sync.buckets import BUCKET_BYTES
 from tests.backends.torch.sizing.counting import folder_of
 from tests.support.errors import raises
 from tests.support.rewards import digits
@@ -78,12 +82,12 @@ def test_sides_of_a_sync_that_do_not_fit_together_by_what_they_declare_take_turn
 def test_an_adapter_is_sent_alone(folder: str) -> None:
     lora = LoRA(r=8)
     numbers = 4 * 8 * sum((256 + 256, 256 + 128, 256 + 128, 256 + 256, *2 * (256 + 768,), 768 + 256))
-    for engine, sent in ((VLLM(folder, lora=lora), 4 * numbers), (TorchRollout(folder, lora=lora), 4 * numbers)):
+    for engine in (VLLM(folder, lora=lora), TorchRollout(folder, lora=lora)):
         memory = memory_of(job_of(folder, Colocate(gpus=1), engine, lora=lora), Hardware(80), LIMITS, 8)
         parts = {one.process: one.parts["sync buckets"] for one in stage(memory, "sync").alive if not one.asleep}
-        assert parts == {"actor": sent, "rollout": sent}
+        assert parts == {"actor": BUCKET_BYTES, "rollout": 4 * numbers}  # a stream packs them into a bucket
     full = memory_of(job_of(folder, Colocate(gpus=1), VLLM(folder), lora=lora), Hardware(80), LIMITS, 8)
-    assert stage(full, "sync").alive[0].parts["sync buckets"] > 8 * 4 * numbers
+    assert stage(full, "sync").alive[0].parts["sync buckets"] >= BUCKET_BYTES
 
 
 def test_split_slots_are_their_own(folder: str) -> None:
@@ -93,7 +97,9 @@ def test_split_slots_are_their_own(folder: str) -> None:
     assert "rollout" not in [one.process for one in memory.peaks[0].alive]
 
 
-def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(folder: str) -> None:
+def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "BUCKET_BYTES", 1 << 16)
+
     def sent(engine: Any) -> int:
         job = job_of(folder, Split(train=2, rollout=1), engine, ranks=2)
         return stage(memory_of(job, Hardware(8), LIMITS, 8), "sync").alive[0].parts["sync buckets"]
@@ -101,6 +107,14 @@ def test_a_sync_to_an_engine_in_bfloat16_gathers_rounded_shards(folder: str) -> 
     one, half = (sent(TorchRollout(folder, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert 0.5 * one <= half < 0.7 * one  # vectors are not rounded, and shards are there twice
     assert sent(VLLM(folder)) == half
+
+
+def test_neighbors_send_all_weights_and_other_processes_a_share(folder: str) -> None:
+    """By CUDA IPC, each process of a trainer sends to the engine on its device."""
+    for place, transport in ((Colocate(gpus=2), "cuda ipc"), (Split(train=2, rollout=2), "nccl")):
+        job = job_of(folder, place, VLLM(folder, ranks=2, memory_fraction=0.5), ranks=2)
+        found = stage(memory_of(job, Hardware(80), LIMITS, 8), "sync").alive[0].parts["sync buckets"]
+        assert found == sending_bytes(Model(folder), Mesh(fsdp=2), BUCKET_BYTES, "bfloat16", transport)
 
 
 def test_stated_memory_stands_for_the_prediction_and_an_unknown_backend_is_named(folder: str) -> None:

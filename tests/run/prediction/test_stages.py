@@ -101,16 +101,16 @@ def test_float32_without_a_stated_speed_is_named(folder: str) -> None:
     assert "update_actor" not in {one.node for one in found.stages}
 
 
-def test_a_pipeline_waits_for_its_first_and_last_stages(folder: str) -> None:
-    """With m micro-batches, p stages are idle (p - 1) / m of the time that they compute."""
+def test_stages_of_a_pipeline_wait_once_in_each_mini_batch(folder: str) -> None:
+    """Of m micro-batches on p stages (p - 1) / (m + p - 1) of the time (Narayanan et al. 2021, section 2.2.1)."""
 
-    def update(mesh: Mesh) -> float:
-        actor = MegatronTrainer(folder, dtype="bfloat16", mesh=mesh, max_tokens=3200)
-        job = job_of(folder, Colocate(gpus=2)).edit(bind={"actor": actor})
-        return times(job).of("update")
+    def seconds(**axes: int) -> Times:
+        actor = MegatronTrainer(folder, dtype="bfloat16", mesh=Mesh(**axes), max_tokens=800)
+        graph = grpo(digits, n=4, max_new_tokens=192, mini_batch=64, kl_coef=0.0)
+        return times(graph.bind(actor=actor, rollout=VLLM(folder), place=Colocate(gpus=2)))
 
-    micro_batches = 64 * 4 * 200 / 3200
-    assert update(Mesh(pipeline=2)) == pytest.approx(update(Mesh()) / 2.0 * (1.0 + 1.0 / micro_batches))
+    copies, stages = seconds(replicate=2), seconds(pipeline=2)  # of 64 rows of 200 tokens: 16 micro-batches of 4
+    assert stages.of("update") == pytest.approx(copies.of("update") * 17 / 16)
 
 
 def test_hardware_without_speed_and_a_mean_over_the_most_are_refused(folder: str) -> None:

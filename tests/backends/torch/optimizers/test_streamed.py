@@ -1,5 +1,5 @@
-"""Tests of `streamed.py`: a step of some parameters at a time takes their states only; `test_memory.py` in
-``tests/backends/torch/meshes`` has the results."""
+"""Tests of `streamed.py`: a step of some parameters at a time takes their states only, and so does a loaded state;
+`test_memory.py` in ``tests/backends/torch/meshes`` has the results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.backends import AdamW
+from flowrl.backends import AdamW, TorchTrainer
 from flowrl.backends.torch.optimizers import streamed
 from flowrl.backends.torch.optimizers.specs import Group
 from flowrl.backends.torch.optimizers.streamed import Streamed
+from flowrl.backends.torch.score.rows import Budget
+from flowrl.backends.torch.train.learner import Learner
 from flowrl.backends.torch.train.mesh import ProcessMesh
 from tests.backends.torch.sizing.counting import Allocations
 
@@ -47,3 +49,24 @@ def test_a_step_moves_a_bucket_at_a_time(parameters: bool, monkeypatch: pytest.M
     if not parameters:
         places = [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
         assert places == [first.data_ptr() for first, _ in at_rest]
+
+
+def test_a_loaded_state_in_cpu_memory_never_moves_to_the_device() -> None:
+    """Here the device is ``meta``, which would lose it."""
+    here, there = (
+        Learner(
+            [("w", nn.Parameter(torch.ones(SIZE, device=device)))],
+            TorchTrainer("model", AdamW(lr=0.1), offload=offload),
+            "actor",
+            ProcessMesh(torch.device(device)),
+            Budget(1, packed=True),
+        )
+        for device, offload in (("cpu", False), ("meta", "optimizer"))
+    )
+    (parameter,) = here.optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones(SIZE)
+    here.optimizer.step()
+    there.load_state_dict(here.state_dict())
+    (loaded,), given = there.optimizer.state.values(), here.optimizer.state[parameter]
+    assert all(torch.equal(value, given[key]) for key, value in loaded.items())
+    assert loaded["exp_avg"].data_ptr() != given["exp_avg"].data_ptr()  # a copy

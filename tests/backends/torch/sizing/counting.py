@@ -134,11 +134,31 @@ def tagging(counter: Allocations) -> Iterator[None]:
         yield
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """A tensor, or those that one in 8 bits has."""
+    own: Any = local(tensor)
+    names = own.__tensor_flatten__()[0] if hasattr(own, "__tensor_flatten__") else []
+    return [getattr(own, name) for name in names] or [own]
+
+
 def size_of(tensor: Tensor) -> int:
     """The bytes of a tensor, or of those that one in 8 bits has."""
-    own: Any = local(tensor)
-    parts = own.__tensor_flatten__()[0] if hasattr(own, "__tensor_flatten__") else []
-    return sum(getattr(own, name).nbytes for name in parts) if parts else own.nbytes
+    return sum(part.nbytes for part in parts_of(tensor))
+
+
+def step(engine: Any) -> int:
+    """The most bytes that the second step of an engine's optimizer makes and frees."""
+    parameters, optimizer = list(engine.model.parameters()), engine.learner.optimizer
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    states += [part for value in states for part in parts_of(value)]
+    counter = Allocations()
+    counter.ignore(*parameters, *(parameter.grad for parameter in parameters), *states)
+    with counter:
+        optimizer.step()
+    return sum(counter.peak.values())
 
 
 class Elsewhere:

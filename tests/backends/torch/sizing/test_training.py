@@ -1,5 +1,5 @@
-"""Tests of `training.py`, `steps.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the predicted memory
-of a trainer is that of a real update on this CPU.
+"""Tests of `training.py`, `sending.py`, `steps.py`, `trace.py`, `weights.py`, `logits.py` and `live_bytes.py`: the
+predicted memory of a trainer is that of a real update on this CPU.
 
 Weights, gradients and optimizer states are exact; activations and logits are within 10 %, which `counting.py` counts
 another way: it asks all storages for their size after every operation, where the prediction runs without data.
@@ -20,7 +20,9 @@ import pytest
 
 from flowrl.backends import SGD, AdamW, LoRA, Mesh, Muon, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.backends.torch.score import blocks
-from flowrl.backends.torch.sizing.weights import Model, gathering_bytes
+from flowrl.backends.torch.sizing.sending import sending_bytes
+from flowrl.backends.torch.sizing.steps import Steps
+from flowrl.backends.torch.sizing.weights import Model, weights_of
 from flowrl.protocols.footprint import Demand
 from tests import ROOT
 from tests.backends.torch.sizing.counting import (
@@ -32,8 +34,10 @@ from tests.backends.torch.sizing.counting import (
     Measured,
     batch,
     folder_of,
+    step,
     update,
 )
+from tests.backends.torch.sizing.two_ranks import LIMIT
 from tests.nightly import nightly_except
 
 RANK: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
@@ -104,6 +108,17 @@ def test_an_update_takes_what_is_predicted(case: str, tmp_path: Path) -> None:
     assert parts["logits"] == pytest.approx(found.peak.get("logits", 0), rel=0.1, abs=0.02 * found.passes)
 
 
+@pytest.mark.parametrize("optimizer", [Muon(lr=0.1), AdamW(lr=0.1, bits=8)], ids=["Muon", "8 bits"])
+@pytest.mark.parametrize("kind", ["llama", "moe"])
+def test_a_step_takes_what_is_predicted(kind: str, optimizer: Any, tmp_path: Path) -> None:
+    if optimizer != Muon(lr=0.1):
+        pytest.importorskip("torchao")
+    folder = folder_of(tmp_path, kind)
+    engine: Any = TorchTrainer(folder, optimizer, device="cpu").build(RANK)
+    predicted = Steps(optimizer, weights_of(Model(folder)), Mesh(), "cpu", sharded=False)
+    assert predicted.peak(False) == pytest.approx(step(engine), rel=0.1)
+
+
 def test_a_scorer_takes_what_is_predicted(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "llama", vocab_size=9000)
     engine: Any = TorchScorer(folder, device="cpu").build(RANK)
@@ -163,15 +178,17 @@ def test_a_gpu_keeps_the_step_counts_on_the_cpu_and_steps_with_a_copy(tmp_path: 
 def test_two_ranks_take_what_is_predicted(
     kind: str, dtype: Any, axes: dict[str, int], reshard: bool, tmp_path: Path
 ) -> None:
-    """Also in syncs to engines in float32 and in bfloat16, to which shards are rounded before they are gathered."""
+    """Also in syncs to engines in float32 and in bfloat16, to which shards are rounded before they are gathered: the
+    process that takes the most."""
     folder = folder_of(tmp_path / "model", kind, **({} if kind == "moe" else TIED))
     script = [sys.executable, "-m", "tests.backends.torch.sizing.two_ranks"]
     arguments = [str(tmp_path / "store"), folder, dtype, json.dumps(axes), "yes" if reshard else ""]
     ranks = [subprocess.Popen([*script, str(rank), *arguments], cwd=ROOT, stdout=subprocess.PIPE) for rank in range(2)]
-    output, _ = (rank.communicate()[0] for rank in ranks)
+    outputs = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    result = json.loads(output.splitlines()[-1])
-    buckets, found = result.pop("buckets"), Measured(**result)
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    buckets, steps = ([result.pop(name) for result in results] for name in ("buckets", "step"))
+    found = Measured(**results[0])
     mesh = Mesh(**axes)
     settings: dict[str, Any] = {"gradient_checkpointing": True, "reshard_after_forward": reshard}
     footprint = TorchTrainer(folder, mesh=mesh, dtype=dtype, **settings).footprint(DEMAND)
@@ -179,8 +196,12 @@ def test_two_ranks_take_what_is_predicted(
     assert footprint.awake == {"weights": found.weights, "optimizer states": found.states}
     assert parts["gradients"] == found.gradients
     assert sum(parts.values()) - parts["gradients"] == pytest.approx(found.passes, rel=0.1)
-    for engine, most in buckets.items():
-        assert gathering_bytes(Model(folder), mesh, 1 << 20, engine) == pytest.approx(most, rel=0.01)
+    muon = Steps(Muon(lr=0.1), weights_of(Model(folder, tensor=mesh.tensor, expert=mesh.expert)), mesh, "cpu", True)
+    assert muon.peak(False) == pytest.approx(max(steps), rel=0.1)
+    for case in buckets[0]:
+        dtype, transport = case.split(" ", 1)
+        most = max(one[case] for one in buckets)
+        assert sending_bytes(Model(folder), mesh, LIMIT, dtype, transport) == pytest.approx(most, rel=0.1), case
 
 
 def test_shards_are_the_rows_of_the_first_rank_and_the_offloaded_ones_are_not_on_a_gpu(tmp_path: Path) -> None:

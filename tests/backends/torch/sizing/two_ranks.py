@@ -1,5 +1,6 @@
-"""A rank of two that measures syncs to engines in float32 and in bfloat16, and an update of a sharded trainer, and
-prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXES RESHARD``; ``AXES`` is JSON.
+"""A rank of two that measures syncs to engines in float32 and in bfloat16, of a share of the weights and of all, an
+update of a sharded trainer, and a step of Muon, and prints them as JSON: ``two_ranks.py RANK STORE FOLDER DTYPE AXES
+RESHARD``; ``AXES`` is JSON.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowrl.backends import Mesh, TorchTrainer
-from flowrl.sync.weight_selection import rounded
-from tests.backends.torch.sizing.counting import Allocations, local, update
+from flowrl.backends import Mesh, Muon, TorchTrainer
+from flowrl.sync.buckets import packed
+from flowrl.sync.weight_selection import outgoing
+from tests.backends.torch.sizing.counting import Allocations, local, step, update
+
+LIMIT = 3 << 19
+"""Bytes of a bucket."""
 
 
 def main(rank: int, store: str, folder: str, dtype: Any, axes: str, reshard: str) -> None:
@@ -24,21 +29,27 @@ def main(rank: int, store: str, folder: str, dtype: Any, axes: str, reshard: str
     context: Any = SimpleNamespace(seed=0, rank=rank, world_size=mesh.ranks)
     settings: dict[str, Any] = {"gradient_checkpointing": True, "reshard_after_forward": bool(reshard)}
     engine: Any = TorchTrainer(folder, device="cpu", mesh=mesh, dtype=dtype, **settings).build(context)
-    buckets = {str(to).removeprefix("torch."): gathering(engine, to) for to in (torch.float32, torch.bfloat16)}
-    print(json.dumps(asdict(update(engine)) | {"buckets": buckets}))
+    buckets = {
+        f"{str(to).removeprefix('torch.')} {transport}": sending(engine, to, share)
+        for to in (torch.float32, torch.bfloat16)
+        for transport, share in (("nccl", rank), ("cuda ipc", None))
+    }
+    found = asdict(update(engine))
+    muon: Any = TorchTrainer(folder, Muon(lr=0.1), device="cpu", mesh=mesh).build(context)
+    print(json.dumps(found | {"buckets": buckets, "step": step(muon)}))
     dist.destroy_process_group()
 
 
-def gathering(engine: Any, dtype: torch.dtype) -> int:
-    """The most bytes while weights for an engine in `dtype` are gathered in buckets of 1 MiB: the least of some passes,
-    since gloo's thread may release late what it has sent."""
+def sending(engine: Any, dtype: torch.dtype, share: int | None) -> int:
+    """The most bytes while weights for an engine in `dtype` are gathered and packed into buckets of `LIMIT` bytes, as a
+    stream sends them: the least of some passes, since gloo's thread may release late what it has sent."""
     found = []
     for _ in range(5):
         counter = Allocations()
         counter.ignore(*map(local, engine.model.parameters()))
         with counter:
-            for _ in rounded(engine.weights(1 << 20), dtype):
-                pass
+            for bucket in packed(outgoing(engine.weights(LIMIT), dtype, share), LIMIT, torch.device("cpu")):
+                del bucket
         found.append(sum(counter.peak.values()))
     return min(found)
 
