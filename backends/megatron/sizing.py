@@ -56,7 +56,8 @@ class _Stage:
         self.mesh: Mesh = spec.geometry
         self.config = configuration(spec.model)
         self.layers = self.config.num_hidden_layers // self.mesh.pipeline
-        self.first, self.last = number == 0, number == self.mesh.pipeline - 1
+        self.first: bool = number == 0
+        self.last: bool = number == self.mesh.pipeline - 1
         self.width = WIDTHS[spec.dtype]
 
     def footprint(self) -> Footprint:

@@ -203,8 +203,8 @@ def measured(found: Iterable[Elsewhere]) -> Machine:
     for kind in ("score", "update"):
         pairs = [one for one in seen if one.ranks == 2 and one.kind == kind]
         usual = [contention * (one.alone + hosted.get(kind, 0.0)) for one in pairs]
-        waits = [(one, max(one.seconds - alone, 0.0)) for one, alone in zip(pairs, usual, strict=True)]
-        ranks[kind] = Line.of(_medians((one.weights, wait / max(one.updates, 1)) for one, wait in waits))
+        longer = [(one, max(one.seconds - alone, 0.0)) for one, alone in zip(pairs, usual, strict=True)]
+        ranks[kind] = Line.of(_medians((one.weights, seconds / max(one.updates, 1)) for one, seconds in longer))
     others = [one.seconds - one.alone for one in seen if one.kind == "other"]
     return Machine(
         contention,

@@ -66,6 +66,7 @@ def run(folder: Path, mesh: Mesh, cases: str, *which: str, forked: bool = False)
         forked: the ranks are forked from one process, which has imported `cases`.
     """
     axes, name = json.dumps(dataclasses.asdict(mesh)), name_of(mesh)
+    (folder / f"group-{name}").unlink(missing_ok=True)  # of an earlier run
     logs = {rank: folder / f"log-{name}-{rank}.txt" for rank in (["all"] if forked else range(mesh.ranks))}
     processes = []
     for rank, log in logs.items():
