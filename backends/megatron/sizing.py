@@ -55,7 +55,7 @@ class _Stage:
         self.spec, self.demand, self.number = spec, demand, number
         self.mesh: Mesh = spec.geometry
         self.config = configuration(spec.model)
-        self.layers = self.config.num_hidden_layers // self.mesh.pipeline
+        self.layers: int = self.config.num_hidden_layers // self.mesh.pipeline
         self.first: bool = number == 0
         self.last: bool = number == self.mesh.pipeline - 1
         self.width = WIDTHS[spec.dtype]
