@@ -48,9 +48,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         ] = None,
         machine: Annotated[
             list[str] | None,
-            typer.Option(
-                help="Runs of one job here, one in one process, others elsewhere: what places cost. Repeatable."
-            ),
+            typer.Option(help="Runs of one job here, in one process and elsewhere: what places cost. Repeatable."),
         ] = None,
         hardware: _Hardware = None,
         lengths: _Lengths = None,

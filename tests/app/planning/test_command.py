@@ -1,4 +1,5 @@
-"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`, `time_table.py`); others: `tests/app/test_cli.py`."""
+"""``flowrl plan --hardware`` (`command.py`, `memory_table.py`, `time_table.py`, `searching.py`, `search_table.py`);
+others: `tests/app/test_cli.py`."""
 
 from __future__ import annotations
 
