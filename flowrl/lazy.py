@@ -52,7 +52,7 @@ def hide_warnings_of_torchao() -> None:
 
     def shows(record: logging.LogRecord) -> bool:
         arguments = record.args if isinstance(record.args, tuple) else ()
-        enum = any(getattr(one, "__module__", "").startswith("torchao.") for one in arguments)
+        enum = any(str(getattr(one, "__module__", "")).startswith("torchao.") for one in arguments)
         return not (enum or str(record.msg).startswith("Failed to load "))
 
     for name in ("torchao", "torch.utils._pytree"):

@@ -167,7 +167,9 @@ class _Stage:
     def _score(self) -> Parts:
         peaks = self._traced(trains=False)
         logits = self._head.forward if self.last else 0
-        return largest({"activations": peaks.forward}, {"activations": peaks.saved, "logits": logits})
+        # In its calls megatron-core keeps what the stage received, its last layer's output and the norm's.
+        kept = 0 if self.first else 3 * self.width * self._batch.positions * int(self.config.hidden_size)
+        return largest({"activations": peaks.forward}, {"activations": peaks.saved + kept, "logits": logits})
 
     @functools.cached_property
     def _sent(self) -> list[int]:

@@ -17,8 +17,6 @@ from flowrl.errors import SyncError
 
 c10d: Any = dist  # whose annotations hide the stores and groups that it documents
 _CONNECTED = timedelta(seconds=30)
-
-
 """The time that a rank has to connect to the store, and to the others of its group once all of them are there."""
 
 
