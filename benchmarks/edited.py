@@ -33,7 +33,7 @@ from flowrl.operators import PassAtK, RolloutCorrection
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 
-RESULTS = Path(__file__).parent / "placed" / "edits.json"
+RESULTS = "edits.json"
 STEPS = 6
 
 
@@ -161,12 +161,12 @@ def measure(base: Path) -> None:
             found[key] |= {edit: run(base, folder / edit, case, measured=False) for edit, case in edits.items()}
             print(key, found[key], flush=True)
     rounded = {key: {edit: round(seconds, 4) for edit, seconds in each.items()} for key, each in found.items()}
-    RESULTS.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+    (base / RESULTS).write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
 
 
 def score(base: Path) -> None:
     """Print the predicted step of each edit, with its interval, and how many intervals hold the measured one."""
-    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    measured = json.loads((base / RESULTS).read_text(encoding="utf-8"))
     for part, cases in {"tuned": TUNED, "held out": HELD_OUT}.items():
         lines, held, widths = [], 0, []
         for name, (before, edits) in cases.items():

@@ -10,6 +10,9 @@ shows nothing, and a reserve replaces it.
     python benchmarks/placement.py                            # measure and score; on two quiet cores, a minute a job
     python benchmarks/placement.py measure [FOLDER [JOB ...]]   # FOLDER is build/placement by default
     python benchmarks/placement.py score [FOLDER]
+
+``placed/`` has the measurements of two quiet cores, what `score` printed, and what it printed of the first measurement,
+with the model of that time (``places-before.txt``).
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from flowrl.run.prediction.measured.machine import Elsewhere, Machine, measured,
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 
-RESULTS = Path(__file__).parent / "placed" / "places.json"
+RESULTS = "places.json"
 RUNS, STEPS = 5, 4
 SOURCE_STEPS = 10
 RIGHT, APART, COUNTED = 1.05, 1.15, 12
@@ -168,7 +171,7 @@ def machine_of(base: Path) -> Machine:
 
 def score(base: Path) -> None:
     """Print the measured and the predicted seconds at each place, and whether the choice is right."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    results = json.loads((base / RESULTS).read_text(encoding="utf-8"))
     machine, lines = machine_of(base), []
     print(machine)
     for name, case in CASES.items():
@@ -191,11 +194,11 @@ def score(base: Path) -> None:
 
 def measure_all(base: Path, chosen: Iterable[str]) -> None:
     """Measure jobs, and add them to the results."""
+    results = base / RESULTS
     for name in chosen or [*MACHINE, *CASES]:
-        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        known = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
         known[name] = measure(base, name, {**MACHINE, **CASES}[name])
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        results.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,11 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
         what = "the critic's values are not" if "reward_model" in roles else "scores of a function are not, nor values"
         settings.differ("reward.normalize_enable", f"{what} normalized by the mean and std of the reward model")
     if not get("train.colocate_all"):
-        bind["place"] = call("Split", train=gpus, rollout=engines * tensor, **across(machines, gpus))
+        near = across(machines, gpus)
+        if near and near["per_machine"] % tensor:  # an engine shares a machine, which has more GPUs than these
+            settings.differ("actor.num_gpus_per_node", "Ray chooses the machines; set per_machine= of the place")
+            del near["per_machine"]
+        bind["place"] = call("Split", train=gpus, rollout=engines * tensor, **near)
     elif gpus > 1:
         bind["place"] = call("Colocate", gpus=gpus, **across(machines, gpus))
     return bind

@@ -12,8 +12,8 @@ from flowrl.spec import Spec, parameters
 
 
 def across(machines: int, gpus: int) -> dict[str, Any]:
-    """The options of a place whose `gpus` are equally many on each of several machines, which have joined Ray."""
-    return {"per_machine": gpus // machines, "address": "auto"} if machines > 1 else {}
+    """The options of a place whose `gpus` are on several machines, which have joined Ray; the last may have fewer."""
+    return {"per_machine": -(-gpus // machines), "address": "auto"} if machines > 1 else {}
 
 
 def _changes(path: str, now: Any, wanted: Any) -> dict[str, Any]:

@@ -128,16 +128,29 @@ def _reserved(bundles: Sequence[Sequence[dict[str, float]]], strategy: str) -> l
     """
     until, draw = time.monotonic() + _RESERVE_SECONDS, random.Random()  # two jobs with one seed must differ
     while True:
-        groups = [placement_group(list(machine), strategy=strategy) for machine in bundles]
-        ends = until if len(groups) == 1 else min(until, time.monotonic() + _HELD_SECONDS)
-        if all(group.wait(max(0.0, ends - time.monotonic())) for group in groups):
+        ends = until if len(bundles) == 1 else min(until, time.monotonic() + _HELD_SECONDS)
+        if groups := _reserved_by(ends, bundles, strategy):
             return groups
-        for group in groups:
-            remove_placement_group(group)
         pause = draw.uniform(*_PAUSE_SECONDS)
-        if len(groups) == 1 or time.monotonic() + pause >= until:
+        if time.monotonic() + pause >= until:
             return None
         time.sleep(pause)
+
+
+def _reserved_by(
+    ends: float, bundles: Sequence[Sequence[dict[str, float]]], strategy: str
+) -> list[PlacementGroup] | None:
+    """The groups, if Ray has them at this time; otherwise none is kept."""
+    groups, found = list[PlacementGroup](), False
+    try:
+        for machine in bundles:
+            groups.append(placement_group(list(machine), strategy=strategy))
+        found = all(group.wait(max(0.0, ends - time.monotonic())) for group in groups)
+    finally:
+        if not found:
+            for group in groups:
+                remove_placement_group(group)
+    return groups if found else None
 
 
 def _refuse_small_machines(place: RayPlace, kinds: Iterable[str]) -> None:

@@ -26,7 +26,11 @@ def candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_a
         refused: counts of what rules refuse, to which refused lags are added.
         with_axes: with meshes and engines' widths; without, only with ranks.
     """
-    lags = list(_lags(job, refused))
+    lags, staged = list(_lags(job, refused)), any(_has_stages(job.graph.bindings[role]) for role in trainers_of(job))
+
+    def ranks(count: int) -> Mesh:
+        return Mesh(replicate=count) if staged else Mesh(fsdp=count)
+
     shares = any(job.graph.bindings[role].shares is not None for role in engines_of(job))
     if job.place is None and 1 in gpus:
         yield {}
@@ -36,9 +40,9 @@ def candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_a
                 at = _place_of(place, job.place)
                 base = {} if at == job.place else {"place": at}
                 base |= {} if lag == job.graph.lag.versions else {"lag": lag}
-                for mesh in dict.fromkeys(_meshes(job, trained)) if with_axes else [Mesh(fsdp=trained)]:
+                for mesh in dict.fromkeys(_meshes(job, trained)) if with_axes else [ranks(trained)]:
                     for wide in dict.fromkeys(_widths(job, rolled)) if with_axes else [None]:
-                        yield {**base, **_meshed(job, mesh), **_wide(job, rolled, wide, shares)}
+                        yield {**base, **_meshed(job, mesh, staged), **_wide(job, rolled, wide, shares)}
 
 
 def trainers_of(job: Job[Any]) -> list[str]:
@@ -108,7 +112,7 @@ def _meshes(job: Job[Any], slots: int) -> Iterator[Mesh]:
     copies are of a whole one; a backend with pipelines has copies and stages in place of shards."""
     backends: list[Any] = [job.graph.bindings[role] for role in trainers_of(job)]
     yield from (backend.geometry for backend in backends if backend.geometry.ranks == slots)
-    if any(getattr(backend, "pipelined", False) for backend in backends):
+    if any(map(_has_stages, backends)):
         for tensor in _divisors(min(slots, MACHINE), slots):
             for pipeline in _divisors(slots, slots // tensor):
                 yield Mesh(replicate=slots // tensor // pipeline, pipeline=pipeline, tensor=tensor)
@@ -145,8 +149,18 @@ def _widths(job: Job[Any], slots: int) -> Iterator[int | None]:
     yield from (one for one in _divisors(min(slots, MACHINE), slots) if not any(count % one for count in heads))
 
 
-def _meshed(job: Job[Any], mesh: Mesh) -> dict[str, Any]:
-    return {path: value for role in trainers_of(job) for path, value in mesh_settings(job, role, mesh).items()}
+def _meshed(job: Job[Any], mesh: Mesh, staged: bool) -> dict[str, Any]:
+    """Settings that give all trainers this mesh; if some have stages, the others have shards in place of stages and
+    copies."""
+    sharded = dataclasses.replace(mesh, replicate=1, pipeline=1, fsdp=mesh.replicate * mesh.pipeline * mesh.fsdp)
+    found: dict[str, Any] = {}
+    for role in trainers_of(job):
+        found |= mesh_settings(job, role, sharded if staged and not _has_stages(job.graph.bindings[role]) else mesh)
+    return found
+
+
+def _has_stages(backend: Any) -> bool:
+    return bool(getattr(backend, "pipelined", False))
 
 
 def _wide(job: Job[Any], slots: int, wide: int | None, shares: bool) -> dict[str, Any]:

@@ -141,7 +141,8 @@ def _ranked(
 ) -> Ranking:
     """Candidates in order. A node without a time in some is missing there, so that their seconds compare with others'
     only as a bound."""
-    everywhere = set[str].intersection(*(set(one.times.unknown) for one in found)) if found else set[str]()
+    known = found or ([own] if isinstance(own, Candidate) else [])
+    everywhere = set[str].intersection(*(set(one.times.unknown) for one in known)) if known else set[str]()
 
     def complete(one: Candidate) -> Candidate:
         return one._replace(missing=tuple(node for node in one.times.unknown if node not in everywhere))
@@ -149,7 +150,7 @@ def _ranked(
     def key(one: Candidate) -> tuple[int, float, int, int]:
         return len(one.missing), one.seconds, 0 if one.memory is None else one.memory.worst.bytes, len(one.settings)
 
-    unknown = {node: why for node, why in found[0].times.unknown.items() if node in everywhere} if found else {}
+    unknown = {node: why for node, why in known[0].times.unknown.items() if node in everywhere} if known else {}
     own = complete(own) if isinstance(own, Candidate) else own
     return Ranking(sorted(map(complete, found), key=key), own, unknown, unfit, refused)
 

@@ -143,17 +143,20 @@ def _alone(places: Mapping[Path, Any]) -> Path:
 
 
 def _model_nodes(run: Path, described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The recorded operators that run a model, by node."""
+    """The recorded operators that run a model, by node, and the models, by role."""
     try:
         operators = {name: node["operator"] for name, node in described["graph"]["nodes"].items()}
-        return {name: operator for name, operator in operators.items() if Work.recorded(operator).roles}
+        nodes = {name: operator for name, operator in operators.items() if Work.recorded(operator).roles}
+        models = {role: one.get("model") for role, one in described["graph"].get("bindings", {}).items()}
+        return nodes | {f"the model of {role}": model for role, model in models.items() if model is not None}
     except (LookupError, TypeError, AttributeError) as error:
         raise damaged(run, error) from error
 
 
 def _refuse_another_job(alone: Path, nodes: Mapping[str, Any], other: Path, others: Mapping[str, Any]) -> None:
     """Refuse a run whose models do other work; nodes without a model may differ, such as corrections for a lag."""
-    if odd := sorted(name for name in nodes.keys() | others.keys() if nodes.get(name) != others.get(name)):
+    shared = {name for name in nodes.keys() ^ others.keys() if name.startswith("the model of ")}  # in one of both
+    if odd := sorted(n for n in (nodes.keys() | others.keys()) - shared if nodes.get(n) != others.get(n)):
         raise DataError(
             f"{other} ran another job than {alone}: {', '.join(odd)} differ, so their seconds do not compare. Pass "
             f"runs of one job, which differ only in their places, ranks and lags.",
