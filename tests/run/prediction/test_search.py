@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl import Colocate, Split
-from flowrl.backends import VLLM, MegatronTrainer, Mesh, TorchTrainer
+from flowrl.backends import VLLM, MegatronTrainer, Mesh, TorchScorer, TorchTrainer
 from flowrl.errors import BindError
 from flowrl.graphs import grpo
 from flowrl.run.prediction.fitting import with_changes
@@ -194,3 +194,17 @@ def test_a_backend_with_pipelines_has_stages_and_copies(folder: str) -> None:
         one.job.graph.bindings["actor"].geometry for one in found.candidates if isinstance(one.job.place, Colocate)
     }
     assert meshes == {Mesh(tensor=2), Mesh(pipeline=2), Mesh(replicate=2)}
+
+
+def test_roles_beside_one_with_stages_have_shards(folder: str) -> None:
+    """Of scorers, which have no stages, and of trainers whose place alone is chosen."""
+    staged = {"actor": MegatronTrainer(folder, dtype="bfloat16", mesh=Mesh(pipeline=2)), "rollout": VLLM(folder)}
+    scored = grpo(digits, n=4, max_new_tokens=192).bind(
+        **staged, ref=TorchScorer(folder, dtype="bfloat16", ranks=2), place=Colocate(gpus=2)
+    )
+    meshes = {
+        tuple(one.job.graph.bindings[role].geometry for role in ("actor", "ref"))
+        for one in ranking(scored, 2).candidates
+        if isinstance(one.job.place, Colocate)
+    }
+    assert {(Mesh(pipeline=2), Mesh(fsdp=2)), (Mesh(replicate=2), Mesh(fsdp=2))} <= meshes

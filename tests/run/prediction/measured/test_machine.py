@@ -93,7 +93,11 @@ class TestMeasured:
         assert Line.of([(1000.0, 0.3), (3000.0, 0.1)]).seconds(2000.0) <= 0.3  # no negative part
 
 
-def run(folder: Path, spans: list[Span], place: Any = None, **operators: Any) -> Path:
+MODELS = {"actor": "1b", "rollout": None}
+"""By role; the engine shares the trainer's weights."""
+
+
+def run(folder: Path, spans: list[Span], place: Any = None, models: Any = MODELS, **operators: Any) -> Path:
     """The files of a run that `Machine.of` reads."""
     nodes = {
         "generate": {"$type": "toys:Generate", "rollout": {"$role": "rollout"}, "max_new_tokens": 8},
@@ -101,7 +105,10 @@ def run(folder: Path, spans: list[Span], place: Any = None, **operators: Any) ->
         "sync": {"$type": "toys:Sync", "actor": {"$role": "actor"}, "rollout": {"$role": "rollout"}},
         **operators,
     }
-    graph = {"nodes": {name: {"operator": operator} for name, operator in nodes.items()}, "bindings": {}}
+    graph = {
+        "nodes": {name: {"operator": operator} for name, operator in nodes.items()},
+        "bindings": {role: {"model": model} for role, model in models.items()},
+    }
     folder.mkdir()
     described = {"training": {"prompts": 8}, "place": place, "graph": graph}
     (folder / "run.json").write_text(json.dumps(described))
@@ -151,7 +158,16 @@ class TestOf:
         other = run(tmp_path / "other", self.SPLIT, PLACE, generate=longer, score={"ref": {"$role": "ref"}})
         with raises("predict.another-job", path=str(other), nodes=("generate", "score")):
             Machine.of(other, alone)
-        corrected = run(tmp_path / "corrected", self.SPLIT, PLACE, correction={"$type": "toys:Correction"})
+        larger = run(tmp_path / "larger", self.SPLIT, PLACE, MODELS | {"actor": "8b"})
+        with raises("predict.another-job", path=str(larger), nodes=("the model of actor",)):
+            Machine.of(alone, larger)
+        corrected = run(
+            tmp_path / "corrected",
+            self.SPLIT,
+            PLACE,
+            MODELS | {"rollout": "1b"},
+            correction={"$type": "toys:Correction"},
+        )
         assert Machine.of(alone, corrected).hosted  # as a lag needs
 
     def test_a_folder_without_a_run_or_a_damaged_one_is_refused(self, tmp_path: Path) -> None:
