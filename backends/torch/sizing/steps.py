@@ -86,7 +86,7 @@ class Steps(NamedTuple):
 
     def _iterations(self, matrices: Sequence[Weight]) -> int:
         """Bytes of Muon's iterations on whole matrices, one after the other. Processes that share them gather them in
-        buckets: their shards, which are also packed, all of a bucket, and a copy of one and of the one before."""
+        buckets: their shards, which are also packed, all of a bucket, and copies of one."""
         parts = [self.mesh.expert if one.expert else self.mesh.tensor for one in matrices]
         wholes = [_Whole(one, part) for one, part in zip(matrices, parts, strict=True)]
         if not self.sharded:
@@ -96,7 +96,7 @@ class Steps(NamedTuple):
             each: list[_Whole] = [whole for _, whole in bucket]  # type: ignore[misc]
             own, whole = (sum(sizes) for sizes in zip(*((one.own(self.mesh), one.nbytes) for one in each), strict=True))
             largest = max(each, key=_muon)
-            copies = (1 + (largest.parts > 1)) * largest.nbytes if len(each) > 1 else 0
+            copies = largest.copies(self.mesh) * largest.nbytes if len(each) > 1 else 0
             found = max(found, whole + own + max(own, copies + _muon(largest)))
         return found
 
@@ -114,6 +114,12 @@ class _Whole(NamedTuple):
     def own(self, mesh: Mesh) -> int:
         """Bytes of a process's shard."""
         return FLOAT * self.weight.numbers(mesh)
+
+    def copies(self, mesh: Mesh) -> int:
+        """How often it is copied out of what was gathered: from shards, and from parts. Experts lie in a row."""
+        if self.weight.expert and self.parts > 1:
+            return int(mesh.fsdp * mesh.tensor > mesh.expert)
+        return 1 + (self.parts > 1)
 
 
 def _by_muon(one: Weight) -> bool:

@@ -26,7 +26,6 @@ MESHES = [
     nightly(Mesh(tensor=2)),
     nightly(Mesh(replicate=2)),
     nightly(Mesh(fsdp=2, tensor=2)),
-    nightly(Mesh(fsdp=2, expert=2)),
 ]
 
 
