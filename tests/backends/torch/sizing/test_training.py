@@ -197,7 +197,7 @@ def test_two_ranks_take_what_is_predicted(
     assert parts["gradients"] == found.gradients
     assert sum(parts.values()) - parts["gradients"] == pytest.approx(found.passes, rel=0.1)
     muon = Steps(Muon(lr=0.1), weights_of(Model(folder, tensor=mesh.tensor, expert=mesh.expert)), mesh, "cpu", True)
-    assert muon.peak(False) == pytest.approx(max(steps), rel=0.15 if "expert" in axes else 0.1)
+    assert muon.peak(False) == pytest.approx(max(steps), rel=0.25 if "expert" in axes else 0.1)
     for case in buckets[0]:
         dtype, transport = case.split(" ", 1)
         most = max(one[case] for one in buckets)
