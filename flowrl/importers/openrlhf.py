@@ -95,15 +95,20 @@ def _bindings(settings: Settings, graph: GraphPlan) -> dict[str, Any]:
     if get("reward.normalize_enable"):
         what = "the critic's values are not" if "reward_model" in roles else "scores of a function are not, nor values"
         settings.differ("reward.normalize_enable", f"{what} normalized by the mean and std of the reward model")
-    if not get("train.colocate_all"):
-        near = across(machines, gpus)
-        if near and near["per_machine"] % tensor:  # an engine shares a machine, which has more GPUs than these
-            settings.differ("actor.num_gpus_per_node", "Ray chooses the machines; set per_machine= of the place")
-            del near["per_machine"]
-        bind["place"] = call("Split", train=gpus, rollout=engines * tensor, **near)
-    elif gpus > 1:
-        bind["place"] = call("Colocate", gpus=gpus, **across(machines, gpus))
+    if (place := _place(settings, gpus, machines, engines, tensor)) is not None:
+        bind["place"] = place
     return bind
+
+
+def _place(settings: Settings, gpus: int, machines: int, engines: int, tensor: int) -> Any:
+    """The place of trainers on `gpus` of `machines`, and of engines of `tensor` GPUs each; None is one process."""
+    near = across(machines, gpus)
+    if settings.get("train.colocate_all"):
+        return call("Colocate", gpus=gpus, **near) if gpus > 1 else None
+    if near and near["per_machine"] % tensor:  # an engine shares a machine, which has more GPUs than these
+        settings.differ("actor.num_gpus_per_node", "Ray chooses the machines; set per_machine= of the place")
+        del near["per_machine"]
+    return call("Split", train=gpus, rollout=engines * tensor, **near)
 
 
 def _validation(settings: Settings, graph: GraphPlan, columns: Mapping[str, Any]) -> Any:

@@ -55,6 +55,7 @@ def test_ppo_has_a_critic_of_the_reward_model(tmp_path: Path) -> None:
         ("", Split(train=8, rollout=8, per_machine=4, address="auto")),
         ("--vllm.num_engines 3", Split(train=8, rollout=6, per_machine=4, address="auto")),
         ("--train.colocate_all", Colocate(gpus=8, per_machine=4, address="auto")),
+        ("--vllm.tensor_parallel_size 8 --vllm.num_engines 1", Split(train=8, rollout=8, address="auto")),
     ],
 )
 def test_two_nodes_are_machines_of_a_ray_cluster(flags: str, place: Place, tmp_path: Path) -> None:
