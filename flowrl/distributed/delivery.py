@@ -74,8 +74,9 @@ class Delivery:
         address = LOOPBACK if alone else ray.util.get_node_ip_address()
         self._store = store_at(address, seconds)
         self._ticket = Ticket(self.transport, address, self._store.port, self._by, seconds)
-        # Once senders gather, one that fails waits for the others, which wait for engines, which wait for it.
-        hosts.ask(self._senders, f"{self._what}, connecting to the driver,", "reach", self._ticket)
+        if len(self._senders) > 1:
+            # Once senders gather, one that fails waits for the others, which wait for engines, which wait for it.
+            hosts.ask(self._senders, f"{self._what}, connecting to the driver,", "reach", self._ticket)
         return {self._role: self._ticket}
 
     def _ask(self) -> WeightSelection:

@@ -27,10 +27,6 @@ def candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_a
         with_axes: with meshes and engines' widths; without, only with ranks.
     """
     lags, staged = list(_lags(job, refused)), any(_has_stages(job.graph.bindings[role]) for role in trainers_of(job))
-
-    def ranks(count: int) -> Mesh:
-        return Mesh(replicate=count) if staged else Mesh(fsdp=count)
-
     shares = any(job.graph.bindings[role].shares is not None for role in engines_of(job))
     if job.place is None and 1 in gpus:
         yield {}
@@ -40,7 +36,8 @@ def candidates(job: Job[Any], gpus: Sequence[int], refused: Counter[str], with_a
                 at = _place_of(place, job.place)
                 base = {} if at == job.place else {"place": at}
                 base |= {} if lag == job.graph.lag.versions else {"lag": lag}
-                for mesh in dict.fromkeys(_meshes(job, trained)) if with_axes else [ranks(trained)]:
+                ranks = Mesh(replicate=trained) if staged else Mesh(fsdp=trained)
+                for mesh in dict.fromkeys(_meshes(job, trained)) if with_axes else [ranks]:
                     for wide in dict.fromkeys(_widths(job, rolled)) if with_axes else [None]:
                         yield {**base, **_meshed(job, mesh, staged), **_wide(job, rolled, wide, shares)}
 
