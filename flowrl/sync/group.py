@@ -16,8 +16,11 @@ from torch import Tensor
 from flowrl.errors import SyncError
 
 c10d: Any = dist  # whose annotations hide the stores and groups that it documents
-_CONNECTED = timedelta(seconds=30)
-"""The time that a rank has to connect to the store, and to the others of its group once all of them are there."""
+_TO_STORE = timedelta(seconds=30)
+"""The time that a rank has to connect to the store."""
+
+_TO_OTHERS = timedelta(seconds=30)
+"""The time that it has to connect to the others of its group, once all of them are there."""
 
 
 class Interrupted(SyncError):
@@ -45,7 +48,7 @@ class TransferGroup:
             ready = c10d.PrefixStore(f"ready {sender}", store)
             ready.set(str(rank), "")
             ready.wait([str(other) for other in range(size)])
-        limit = min(patience, _CONNECTED)
+        limit = min(patience, _TO_OTHERS)
         try:
             options = c10d.ProcessGroupGloo._Options()
             options._timeout = limit
@@ -103,7 +106,7 @@ class TransferGroup:
 def connect(host: str, port: int, timeout: float) -> Any:
     """A client of the TCPStore at an address, which must exist already; otherwise the transfer is over."""
     patience = timedelta(seconds=timeout)
-    limit = min(patience, _CONNECTED)
+    limit = min(patience, _TO_STORE)
     with interrupting(limit.total_seconds()):
         store = c10d.TCPStore(host, port, None, False, timeout=limit)
         store.set_timeout(patience)

@@ -156,13 +156,13 @@ def test_a_sender_that_the_receivers_cannot_reach_is_named(
             away.add(threading.get_ident())
         return send(ticket, *arguments)
 
-    monkeypatch.setattr(group, "_CONNECTED", timedelta(seconds=1))
+    monkeypatch.setattr(group, "_TO_OTHERS", timedelta(seconds=3))
     monkeypatch.setattr(
         group, "_address_towards", lambda host: "192.0.2.1" if threading.get_ident() in away else address(host)
     )
     sent, takers = sync(of(new_ticket(2), 2), dealt(weights_of(), 2), sending)
     for future in (sent[1], *takers):
-        with raises("sync.not-connected", sender="Rank 1 of the trainer", seconds=1.0):
+        with raises("sync.not-connected", sender="Rank 1 of the trainer", seconds=3.0):
             future.result()
     with raises("sync.interrupted"):
         sent[0].result()
